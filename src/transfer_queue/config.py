@@ -381,21 +381,32 @@ def engine_settings(conf: Any, engine: str) -> dict[str, Any]:
 
 
 def _durability(value: Any, journal_dir: str | None, engine: str) -> Durability:
-    if engine:
-        if value not in (None, "none") or journal_dir is not None:
-            raise ConfigError(
-                f"server.durability: rows that lie in {engine} survive no server yet: their books end with it; expected"
-                " none, or null"
-            )
-        return "none"
+    survives = _survives(engine)
+    if value is None and journal_dir is None:
+        return "none" if survives == "none" else "process"
+    if survives == "none" and (value != "none" or journal_dir is not None):
+        raise ConfigError(f"server.durability: rows that lie in {engine} survive no server; expected none, or null")
+    if survives == "process" and (value == "machine" or journal_dir is not None):
+        text = f"rows that lie in {engine} do not survive its machine; expected none or process, or null"
+        raise ConfigError(f"server.durability: {text}")
     if value is None:
-        return "process" if journal_dir is None else "machine"
+        return "machine"
     if value not in get_args(Durability):
         raise ConfigError(f"server.durability: expected {' or '.join(get_args(Durability))}, got {value!r}")
     if (value == "machine") != (journal_dir is not None):
         needed = "machine needs a directory" if journal_dir is None else "with a directory it is machine, or null"
         raise ConfigError(f"server.durability: {value}, and server.journal_dir is {journal_dir}: {needed}")
     return cast(Durability, value)
+
+
+def _survives(engine: str) -> Durability:
+    """What large rows can survive where they lie."""
+    if not engine:
+        return "machine"
+    try:
+        return engine_class(engine).survives
+    except ImportError:
+        return "none"  # another place takes its place, see `_engine`
 
 
 def _number(value: Any, name: str, least: int) -> Any:

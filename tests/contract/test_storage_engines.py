@@ -412,11 +412,16 @@ def test_nothing_is_left_there_when_the_service_ends(
 
 
 @pytest.mark.parametrize("more", [{"durability": "process"}, {"journal_dir": "journal"}])
-def test_a_durability_that_it_cannot_give_is_refused(
+def test_a_durability_is_given_or_refused(
     engine: Running, service: Callable[..., tq.TransferQueueClient], more: dict[str, Any], tmp_path: Path
 ) -> None:
     if "journal_dir" in more:
         more = {"journal_dir": str(tmp_path / "journal")}
+    if engine_class(engine.name).survives == "machine":
+        service(**engine.conf(server=more))
+        put()
+        assert torch.equal(got(), numbers())
+        return
     with pytest.raises(ConfigError, match=f"durability: rows that lie in {engine.name}"):
         service(**engine.conf(server=more))
 

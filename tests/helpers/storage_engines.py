@@ -22,7 +22,7 @@ from s3 import object_store
 from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.storage.engines import ReadSpan, engine_class
 from transfer_queue.storage.engines.deadline import GuardedEngine
-from transfer_queue.storage.engines.sealed import engine_key
+from transfer_queue.storage.engines.sealed import key_prefix
 from transfer_queue.storage.engines.started import is_listening
 
 WITHIN_S = 20.0
@@ -297,4 +297,4 @@ class Intruder:
         self.engine.close(WITHIN_S)
 
     def _key(self, block: int) -> str:
-        return engine_key(self._service, block)
+        return f"{key_prefix(self._service)}{block}"

@@ -59,9 +59,8 @@ class EngineAccess:
     `WrongBytes`.
     """
 
-    def __init__(self, told: Mapping[str, Any] | None, service: bytes, pool: Pool):
+    def __init__(self, told: Mapping[str, Any] | None, pool: Pool):
         self._told = told
-        self._service = service
         self._opened: GuardedEngine | None = None
         self._lock = threading.Lock()
         self._pool = pool
@@ -87,8 +86,9 @@ class EngineAccess:
         if self._opened is not None:
             _left_behind.append(self._opened)
 
-    def write(self, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float) -> None:
-        """Store a block that `fill` writes, once. Waits for room until `deadline`, then raises `StoreFull`."""
+    def write(self, block: int, key: str, nbytes: int, fill: Callable[[Bytes], None], deadline: float) -> None:
+        """Store a block that `fill` writes, once, under its key. Waits for room until `deadline`, then raises
+        `StoreFull`."""
         engine = self._open(left_until(deadline))
         size = sealed.sealed_nbytes(nbytes)
         if engine.max_nbytes is not None and size > engine.max_nbytes:
@@ -97,7 +97,7 @@ class EngineAccess:
         filled: list[Bytes] = []
         while full is None or time.monotonic() + PAUSE_S < deadline:
             try:
-                self._write(engine, block, nbytes, fill, filled, deadline)
+                self._write(engine, block, key, nbytes, fill, filled, deadline)
                 return
             except StoreFull as error:
                 full = error
@@ -108,11 +108,11 @@ class EngineAccess:
         raise StoreFull(f"{engine.name}: {full}") from full
 
     def _write(
-        self, engine: GuardedEngine, block: int, nbytes: int, fill: Callable[[Bytes], None], filled: list[Bytes],
-        deadline: float,
+        self, engine: GuardedEngine, block: int, key: str, nbytes: int, fill: Callable[[Bytes], None],
+        filled: list[Bytes], deadline: float,
     ) -> None:  # fmt: skip
         """`filled` has what lay in the room of an attempt for which there was no place after all."""
-        room = engine.reserve(self._key(block), sealed.sealed_nbytes(nbytes), left_until(deadline))
+        room = engine.reserve(key, sealed.sealed_nbytes(nbytes), left_until(deadline))
         try:
             if filled:
                 room.memory[:] = filled[0]
@@ -120,7 +120,7 @@ class EngineAccess:
                 fill(room.memory[:nbytes])
                 sealed.seal(room.memory, nbytes, block)
             try:
-                engine.seal(room, self._key(block), left_until(deadline))
+                engine.seal(room, key, left_until(deadline))
             except StoreFull:
                 filled[:] = [room.memory.copy()]  # who fills it may read a file, which is at its end now
                 raise
@@ -138,12 +138,10 @@ class EngineAccess:
             self._fetch(engine, images, rest, timeout_s)
         return [image.memory[: image.wanted.nbytes] for image in images]
 
-    def chunk(self, block: int, nbytes: int, start: int, end: int, timeout_s: float) -> Bytes:
+    def chunk(self, block: int, key: str, nbytes: int, start: int, end: int, timeout_s: float) -> Bytes:
         """Bytes of a block, from a multiple of the grain on."""
-        layout = Layout(0, nbytes, [])
-        image = _SealedImage(
-            Wanted(block, nbytes, layout, NO_ROWS, frozenset()), np.empty(sealed.sealed_nbytes(nbytes), np.uint8)
-        )
+        wanted = Wanted(block, nbytes, Layout(0, nbytes, []), NO_ROWS, frozenset(), key)
+        image = _SealedImage(wanted, np.empty(sealed.sealed_nbytes(nbytes), np.uint8))
         self._fetch(self._open(timeout_s), [image], [[(start, end)]], timeout_s)
         return image.memory[start:end]
 
@@ -153,12 +151,9 @@ class EngineAccess:
         """Read these grains of each image, with its digests the first time, and compare them."""
         spans = []
         for image, grains in zip(images, ranges, strict=True):
-            key = self._key(image.wanted.block)
-            spans += [ReadSpan(key, first, image.memory[first:end]) for first, end in image.to_read(grains)]
+            key, memory = image.wanted.key, image.memory
+            spans += [ReadSpan(key, first, memory[first:end]) for first, end in image.to_read(grains)]
         engine.read(spans, timeout_s)
         for image, grains in zip(images, ranges, strict=True):
             if not sealed.is_right(image.memory, image.wanted.nbytes, grains, image.wanted.block):
                 raise WrongBytes(engine.name, image.wanted.block)
-
-    def _key(self, block: int) -> str:
-        return sealed.engine_key(self._service, block)

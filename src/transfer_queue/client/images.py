@@ -19,6 +19,7 @@ class Wanted(NamedTuple):
     layout: Layout
     rows: Ints
     fields: frozenset[str]
+    key: str = ""  # under which it lies in the storage engine
 
 
 class Image:

@@ -133,7 +133,7 @@ class Session:
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
         self.spilled = SpilledBlocks(self.arenas)
-        self.engine = EngineAccess(self.config.get("engine"), self.service_id, self.pool)
+        self.engine = EngineAccess(self.config.get("engine"), self.pool)
         self.transport = TransportAccess(self.config.get("transport"), self.address, self.pool)
         self.views = Views(self.arenas, self._unpin, self.hold, lambda: self.uses.end_with(self._disconnect))
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transfer_queue.controller import Controller
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import DataLost, TransferQueueError
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.storage.engines.deadline import GuardedEngine
-from transfer_queue.storage.engines.sealed import engine_key
+from transfer_queue.storage.engines.sealed import key_prefix
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -25,9 +25,21 @@ KEYS = 4096  # in one call
 
 
 async def opened_engine(config: ServerConfig, service: Service, controller: Controller) -> EngineBlocks:
-    """Raises `ConfigError` and `ServiceUnavailable`."""
-    engine = await asyncio.to_thread(GuardedEngine, config.engine, config.engine_settings, True, OPEN_S)
-    return EngineBlocks(engine, service.unit, controller, float(config.client["timeout_s"]))
+    """With a journal blocks of before may be there already; what is written lasts, and stays when the service ends.
+    Raises `ConfigError` and `ServiceUnavailable`; `DataLost` where nothing of before is there."""
+    is_kept = config.journal_dir is not None
+    settings = {**config.engine_settings, "durable": True} if is_kept else config.engine_settings
+    engine = await asyncio.to_thread(GuardedEngine, config.engine, settings, True, OPEN_S)
+    opened = EngineBlocks(engine, service.unit, controller, float(config.client["timeout_s"]), is_kept)
+    await opened.check_all()
+    return opened
+
+
+async def reopened(before: EngineBlocks) -> EngineBlocks:
+    """In place of those of a server that was killed, in its standby. Raises as `opened_engine`."""
+    told = before.told()
+    engine = await asyncio.to_thread(GuardedEngine, told["name"], told["settings"], False, OPEN_S)
+    return before.with_engine(engine)
 
 
 class EngineBlocks:
@@ -37,15 +49,23 @@ class EngineBlocks:
     the first reader that misses a block, and then all of its blocks are asked for.
     """
 
-    def __init__(self, engine: GuardedEngine, unit: Unit, controller: Controller, timeout_s: float) -> None:
+    def __init__(
+        self, engine: GuardedEngine, unit: Unit, controller: Controller, timeout_s: float, is_kept: bool = False
+    ) -> None:
+        """`is_kept`: the books outlive the service, and with them what is in the engine."""
         self.engine = engine
         self._unit = unit
         self._controller = controller
         self._timeout_s = timeout_s
+        self._is_kept = is_kept
         self._dropping: asyncio.Task[None] | None = None
         self._check: asyncio.Task[TransferQueueError | None] | None = None
         self._failed = False
-        unit.has_engine = True
+        unit.engine_prefix = key_prefix(controller.lineage.service_id)
+
+    def with_engine(self, engine: GuardedEngine) -> EngineBlocks:
+        """The same books, with another access to the same engine."""
+        return EngineBlocks(engine, self._unit, self._controller, self._timeout_s, self._is_kept)
 
     def told(self) -> dict[str, Any]:
         """What clients need to use the same engine. Units of other hosts add `books`, the address of this server."""
@@ -68,9 +88,9 @@ class EngineBlocks:
     async def _drop_all(self) -> None:
         left = self._unit.left_in_engine
         while left:
-            blocks = left[:KEYS]
+            keys = left[:KEYS]
             try:
-                await asyncio.to_thread(self.engine.drop, self._keys(blocks), DROP_S)
+                await asyncio.to_thread(self.engine.drop, keys, DROP_S)
             except TransferQueueError as error:
                 if not self._failed:
                     log.warning("%d blocks are still to be deleted: %s", len(left), error)
@@ -78,7 +98,7 @@ class EngineBlocks:
                 await asyncio.sleep(AGAIN_S)
                 continue
             self._failed = False
-            del left[: len(blocks)]
+            del left[: len(keys)]
 
     # looking
 
@@ -91,45 +111,55 @@ class EngineBlocks:
         if failed is not None:
             raise failed
 
+    async def check_all(self) -> None:
+        """As `check`, before anybody is served. Raises `DataLost` when the engine has no block at all of those that it
+        has to have: then this is another one."""
+        blocks = self._unit.in_engine()
+        if not blocks:
+            return
+        if len(await self._missing(blocks)) == len(blocks):
+            text = f"has none of the {len(blocks)} blocks that the journal names; were they written there?"
+            raise DataLost(f"{self.engine.name}{self.engine.where} {text}")
+        await self.check()
+
     async def _look(self) -> TransferQueueError | None:
         """None, or why nobody knows."""
         blocks = self._unit.in_engine()
-        gone: set[int] = set()
-        for at in range(0, len(blocks), KEYS):
-            by_key = {self._key(block): block for block in blocks[at : at + KEYS]}
-            try:
-                missing = await asyncio.to_thread(self.engine.missing, list(by_key), self._timeout_s)
-            except TransferQueueError as error:
-                return error
-            gone.update(by_key[key] for key in missing)
+        try:
+            gone = await self._missing(blocks)
+        except TransferQueueError as error:
+            return error
         if gone:
             rows = self._controller.block_index.lose(gone)
             told = ", ".join(f"{count} rows of partition {name!r}" for name, count in sorted(rows.items()))
             log.error("%s lost %d of %d blocks, and with them %s", self.engine.name, len(gone), len(blocks), told)
         return None
 
-    def _keys(self, blocks: Sequence[int]) -> list[str]:
-        return [self._key(block) for block in blocks]
-
-    def _key(self, block: int) -> str:
-        return engine_key(self._controller.lineage.service_id, block)
+    async def _missing(self, blocks: Mapping[str, int]) -> set[int]:
+        """The numbers of those of the blocks, which are named by their keys, that the engine does not have."""
+        keys = list(blocks)
+        gone: set[int] = set()
+        for at in range(0, len(keys), KEYS):
+            missing = await asyncio.to_thread(self.engine.missing, keys[at : at + KEYS], self._timeout_s)
+            gone.update(blocks[key] for key in missing)
+        return gone
 
     # ending
 
     async def close(self) -> None:
-        """Delete everything: the service ends, and with it the books."""
-        blocks = [*self._unit.in_engine(), *self._unit.left_in_engine]
+        """The service ends. Where its books end with it, everything is deleted."""
+        keys = [*self._unit.left_in_engine, *([] if self._is_kept else self._unit.in_engine())]
         for task in (self._dropping, self._check):
             if task is not None:
                 task.cancel()
-        await asyncio.to_thread(self._close, blocks)
+        await asyncio.to_thread(self._close, keys)
 
-    def _close(self, blocks: list[int]) -> None:
+    def _close(self, keys: list[str]) -> None:
         try:
-            for at in range(0, len(blocks), KEYS):
-                self.engine.drop(self._keys(blocks[at : at + KEYS]), DROP_S)
+            for at in range(0, len(keys), KEYS):
+                self.engine.drop(keys[at : at + KEYS], DROP_S)
         except TransferQueueError as error:
-            log.warning("%d blocks of this service are left there: %s", len(blocks), error)
+            log.warning("%d blocks of this service are left there: %s", len(keys), error)
         try:
             self.engine.close(DROP_S)
         except TransferQueueError as error:

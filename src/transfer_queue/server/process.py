@@ -26,7 +26,7 @@ from transfer_queue.server import host_registry, processes
 from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.controller_node import ControllerNode
-from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine
+from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine, reopened
 from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.home import move_in
 from transfer_queue.server.journal.journal import DiskJournal
@@ -260,18 +260,27 @@ class Server:
                 self._metrics.close()
 
     async def _open_backend(self) -> None:
-        """Where large rows lie, and how they travel: for the whole job, so only its first server may do without."""
+        """Where large rows lie, and how they travel: for the whole job, so only its first server may do without, and
+        none whose journal names blocks that lie there."""
+        num_there = len(self.service.unit.in_engine())
+        if num_there and not self.config.engine:
+            text = f"the journal names {num_there} blocks in a storage engine; expected the one that it was begun with"
+            raise ConfigError(f"backend.storage_backend: {text}")
         try:
             if self.config.engine and isinstance(self.role, ControllerNode):
-                opened = await opened_engine(self.config, self.service, self.role.controller)
-                self.engine = self.service.blocks.engine = opened
-                self._due.append(opened.work)
+                self._use(await opened_engine(self.config, self.service, self.role.controller))
             await self._open_transport()
         except TransferQueueError as error:
-            if self.config.backend_required or self.config.join:
+            if self.config.backend_required or self.config.join or num_there:
                 raise
             self._remark = f"SimpleStorage takes the place of what backend.storage_backend says: {error}"
             log.warning("%s", self._remark)
+
+    def _use(self, engine: EngineBlocks) -> None:
+        self.engine = self.service.blocks.engine = engine
+        self._due.append(engine.work)
+        if isinstance(self.service.unit, KeptUnit):
+            self.service.unit.can_delete = engine.work
 
     async def _open_transport(self, again: bool = False) -> None:
         """The one of the job: the controller says which. A server that takes over serves without it if need be."""
@@ -327,6 +336,9 @@ class Server:
     async def _go_on(self) -> None:
         self._begin()
         try:
+            if self.engine is not None:
+                self._former.append(self.engine)
+                self._use(await reopened(self.engine))
             await self._open_transport(again=True)
             await self._serve(None)
         finally:

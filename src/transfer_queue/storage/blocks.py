@@ -42,15 +42,17 @@ IN_ENGINE = -1  # in place of an arena's number
 
 
 class Block:
-    """A range of an arena, or what lies in the storage engine under the block's name. It lives until it is dropped by
-    its owner or the controller, and no pin is left."""
+    """A range of an arena, or what lies in the storage engine under `key`. It lives until it is dropped by its owner
+    or the controller, and no pin is left."""
 
     __slots__ = (
-        "arena", "digest", "dropped", "layout", "nbytes", "number", "offset", "owner", "pins", "published", "stays",
+        "arena", "digest", "dropped", "key", "layout", "nbytes", "number", "offset", "owner", "pins", "published",
+        "stays",
     )  # fmt: skip
 
-    def __init__(self, number: int, arena: int, offset: int, nbytes: int) -> None:
+    def __init__(self, number: int, arena: int, offset: int, nbytes: int, key: str = "") -> None:
         self.number = number
+        self.key = key
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
@@ -68,7 +70,7 @@ class Block:
 
     @property
     def location(self) -> InArena | InEngine:
-        return InEngine() if self.arena == IN_ENGINE else InArena(self.arena, self.offset, self.digest)
+        return InEngine(self.key) if self.arena == IN_ENGINE else InArena(self.arena, self.offset, self.digest)
 
 
 class Unit:
@@ -81,8 +83,8 @@ class Unit:
     `spill`: where blocks can be moved that have no room in memory, and how many bytes of them; they do not count in
     the budget.
 
-    With `has_engine`, large blocks that clients ask for lie in the service's storage engine, which has its own budget;
-    `left_in_engine` lists those that are to be deleted there.
+    With an `engine_prefix`, large blocks that clients ask for lie in the service's storage engine, which has its own
+    budget, under keys that begin so; `left_in_engine` lists those that are to be deleted there.
     """
 
     def __init__(self, budget_nbytes: int, directory: str | None = None, spill: SpillSpace = NOWHERE) -> None:
@@ -91,9 +93,9 @@ class Unit:
         self.number = 0
         self.used_nbytes = 0
         self.spilled_nbytes = self.num_spilled = 0
-        self.has_engine = False
+        self.engine_prefix = ""
         self.engine_nbytes = 0
-        self.left_in_engine: list[int] = []
+        self.left_in_engine: list[str] = []
         self.peak_nbytes = 0  # since the last rotation of the trimmer
         self.shm = SharedMemory(directory, spill.directory)
         self.outbox: list[tuple[Hashable, Reply]] = []
@@ -119,7 +121,7 @@ class Unit:
         """A block for `session`, or None after parking the request; `StoreFull` when it can never fit."""
         if message.nbytes < 1:
             raise InvalidInput(f"a block of {message.nbytes} bytes")
-        if message.nbytes > max(self.budget_nbytes, self.spill.budget_nbytes) and not self.has_engine:
+        if message.nbytes > max(self.budget_nbytes, self.spill.budget_nbytes) and not self.engine_prefix:
             raise StoreFull(f"{message.nbytes} bytes exceed the store's budget of {self.budget_nbytes} bytes")
         is_first = not len(self._waiting)
         allocated = self._allocated(message, session) if is_first else None
@@ -135,8 +137,8 @@ class Unit:
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
         waits = message.timeout_s > 0 and message.nbytes <= self.budget_nbytes
-        if self.has_engine and message.nbytes > SMALL_NBYTES:
-            block: Block | None = self._enter(IN_ENGINE, 0, message.nbytes, session)
+        if self.engine_prefix and message.nbytes > SMALL_NBYTES:
+            block: Block | None = self.place_in_engine(message.nbytes, session)
         else:
             block = self.place_anywhere(message.nbytes, session, waits)
         if block is None:
@@ -175,8 +177,12 @@ class Unit:
         self.shm.claim(arena, offset, nbytes)
         return self._enter(arena, offset, nbytes, session)
 
-    def _enter(self, arena: int, offset: int, nbytes: int, session: bytes | None) -> Block:
-        block = Block(self._next, arena, offset, nbytes)
+    def place_in_engine(self, nbytes: int, session: bytes | None, key: str = "") -> Block:
+        """A new block there. It has a key of its own ("": one that nothing was ever called)."""
+        return self._enter(IN_ENGINE, 0, nbytes, session, key or f"{self.engine_prefix}{self._next}")
+
+    def _enter(self, arena: int, offset: int, nbytes: int, session: bytes | None, key: str = "") -> Block:
+        block = Block(self._next, arena, offset, nbytes, key)
         self._next += 1
         self._blocks[block.number] = block
         self.hand_over(block, session)
@@ -254,11 +260,15 @@ class Unit:
     def _free(self, block: Block) -> None:
         del self._blocks[block.number]
         if block.is_in_engine:
-            self.left_in_engine.append(block.number)
+            self.leave_in_engine(block.key)
         else:
             self.shm.give(block.arena, block.offset, block.nbytes)
         self._count(block, -self.shm.rounded(block.nbytes))
         self._refused = None
+
+    def leave_in_engine(self, key: str) -> None:
+        """Nobody needs what lies there."""
+        self.left_in_engine.append(key)
 
     # reading
 
@@ -295,9 +305,9 @@ class Unit:
         """The numbers of the blocks that only the controller can drop."""
         return [block.number for block in self._blocks.values() if block.published and not block.dropped]
 
-    def in_engine(self) -> list[int]:
-        """The numbers of the blocks that the storage engine has to have."""
-        return [block.number for block in self._blocks.values() if block.is_in_engine and block.published]
+    def in_engine(self) -> dict[str, int]:
+        """The keys of the blocks that the storage engine has to have, and their numbers."""
+        return {block.key: block.number for block in self._blocks.values() if block.is_in_engine and block.published}
 
     def block(self, number: int) -> Block | None:
         return self._blocks.get(number)

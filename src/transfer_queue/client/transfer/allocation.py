@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -151,8 +152,9 @@ class Allocation(Mapping[str, torch.Tensor]):
         request = m.Allocate(session.next_rid(), len(own), False, wait_s)
         found: m.Allocated = (yield Call(request, wait_s=wait_s, to=self._books))[0]
         match found.location:
-            case m.InEngine():
-                yield from store_in_engine(session, found.block, len(own), lambda into: np.copyto(into, own), deadline)
+            case m.InEngine(key):
+                copy = functools.partial(np.copyto, src=own)
+                yield from store_in_engine(session, found.block, key, len(own), copy, deadline)
             case m.InArena(arena=arena, offset=offset) if session.is_local:
                 into = session.arenas[arena].writable(offset, len(own))
                 yield Offload(lambda: np.copyto(into, own), len(own))

@@ -5,7 +5,7 @@ In the storage engine: one read of all that is needed of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,7 +54,7 @@ def received(
     cuts = _cuts(reply, slices)
     if not cuts:
         return {}
-    lying = {piece: _Lying(reply.pieces[piece], reply.layouts) for piece in cuts if _is_in_engine(reply.pieces[piece])}
+    lying = _all_lying(reply, cuts)
     by_unit: dict[int, list[int]] = {}
     for piece in cuts.keys() - lying.keys():
         by_unit.setdefault(reply.pieces[piece].block >> m.UNIT_SHIFT, []).append(piece)
@@ -74,8 +74,8 @@ def received(
             if len(taken.pieces) != len(pieces):
                 raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
             for number, (piece, one) in enumerate(zip(pieces, taken.pieces, strict=True)):
-                if _is_in_engine(one):
-                    lying[piece] = _Lying(one, taken.layouts)
+                if isinstance(one.location, m.InEngine):
+                    lying[piece] = _Lying(one, one.location, taken.layouts)
                     continue
                 layout = layout_of(one, layouts)
                 if layout.nbytes > one.nbytes:
@@ -141,15 +141,20 @@ def _read_registered(session: Session, lying: dict[int, _Registered]) -> Operati
 class _Lying:
     """A block in the storage engine, as a server described it."""
 
-    def __init__(self, piece: m.Piece, layouts: Sequence[bytes]) -> None:
+    def __init__(self, piece: m.Piece, location: m.InEngine, layouts: Sequence[bytes]) -> None:
+        self.key = location.key
         self.nbytes = piece.nbytes
         self.layout = layout_of(piece, [decode_layout(layout) for layout in layouts])
         if self.layout.nbytes > piece.nbytes:
             raise ProtocolError(f"a block of {piece.nbytes} bytes with a layout of {self.layout.nbytes}")
 
 
-def _is_in_engine(piece: m.Piece) -> bool:
-    return isinstance(piece.location, m.InEngine)
+def _all_lying(reply: m.Located, pieces: Iterable[int]) -> dict[int, _Lying]:
+    """Those of the pieces that lie in the engine."""
+    named = ((piece, reply.pieces[piece]) for piece in pieces)
+    return {
+        piece: _Lying(one, one.location, reply.layouts) for piece, one in named if isinstance(one.location, m.InEngine)
+    }
 
 
 def _read_from_engine(
@@ -157,8 +162,8 @@ def _read_from_engine(
 ) -> Operation[dict[int, ReceivedBlock]]:
     """These pieces, each as a block of its size of which what the rows need is there."""
     wanted = [
-        Wanted(cuts[piece].block, one.nbytes, one.layout, numbers_of(cuts[piece].rows), frozenset(cuts[piece].fields))
-        for piece, one in lying.items()
+        Wanted(cut.block, one.nbytes, one.layout, numbers_of(cut.rows), frozenset(cut.fields), one.key)
+        for one, cut in ((one, cuts[piece]) for piece, one in lying.items())
     ]
     for one in wanted:
         if one.rows[0] < 0 or one.rows[-1] >= one.layout.rows:

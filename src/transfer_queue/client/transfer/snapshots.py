@@ -107,17 +107,19 @@ class PinnedSnapshot:
                     own[:nbytes] = self._session.arenas[lies.arena].shared[start : start + nbytes]
                     yield memoryview(own[:nbytes])  # type: ignore[arg-type]
                     continue
-                read = self._read_from_engine if isinstance(piece.location, m.InEngine) else self._read
-                asked.append(readers.submit(read, piece, at, to))
+                if isinstance(lies, m.InEngine):
+                    asked.append(readers.submit(self._read_from_engine, piece, lies.key, at))
+                else:
+                    asked.append(readers.submit(self._read, piece, at, to))
                 if len(asked) > READERS:
                     yield asked.popleft().result()
             while asked:
                 yield asked.popleft().result()
 
-    def _read_from_engine(self, piece: m.Piece, at: int, to: str) -> memoryview:
+    def _read_from_engine(self, piece: m.Piece, key: str, at: int) -> memoryview:
         end = min(at + CHUNK_NBYTES, piece.nbytes)
         try:
-            found = self._session.engine.chunk(piece.block, piece.nbytes, at, end, self._session.timeout_s)
+            found = self._session.engine.chunk(piece.block, key, piece.nbytes, at, end, self._session.timeout_s)
         except (BlocksMissing, WrongBytes) as error:
             raise DataLost(f"block {piece.block} of what is to be saved: {error}") from error
         return memoryview(found)  # type: ignore[arg-type]
@@ -174,9 +176,9 @@ class Refill:
         allocated: m.Allocated = session.call(call)[0]
         self._filled.append(m.Refilled(saved, allocated.block, layout))
         match allocated.location:
-            case m.InEngine():
+            case m.InEngine(key):
                 deadline = time.monotonic() + session.timeout_s
-                session.engine.write(allocated.block, nbytes, lambda into: write(memoryview(into)), deadline)  # type: ignore[arg-type]
+                session.engine.write(allocated.block, key, nbytes, lambda into: write(memoryview(into)), deadline)  # type: ignore[arg-type]
             case m.InArena(arena=arena, offset=offset) if session.is_local:
                 write(memoryview(session.arenas[arena].writable(offset, nbytes)))  # type: ignore[arg-type]
             case m.InArena():

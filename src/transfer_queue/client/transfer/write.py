@@ -87,9 +87,9 @@ def filled_block(session: Session, plan: BlockPlan, deadline: float, to: str = "
     request = m.Allocate(session.next_rid(), nbytes, False, wait_s)
     allocated: m.Allocated = (yield Call(request, wait_s=wait_s, to=to))[0]
     match allocated.location:
-        case m.InEngine():
+        case m.InEngine(key):
             write = functools.partial(plan.write, mover=session.mover)
-            yield from store_in_engine(session, allocated.block, nbytes, write, deadline)
+            yield from store_in_engine(session, allocated.block, key, nbytes, write, deadline)
         case m.InArena(arena=arena, offset=offset) if session.is_local:
 
             def fill() -> None:
@@ -105,11 +105,11 @@ def filled_block(session: Session, plan: BlockPlan, deadline: float, to: str = "
 
 
 def store_in_engine(
-    session: Session, block: int, nbytes: int, fill: Callable[[Bytes], None], deadline: float
+    session: Session, block: int, key: str, nbytes: int, fill: Callable[[Bytes], None], deadline: float
 ) -> Operation[None]:
-    """Have `fill` write a block there; it is given up when that fails."""
+    """Have `fill` write a block there, under its key; it is given up when that fails."""
     try:
-        yield Offload(lambda: session.engine.write(block, nbytes, fill, deadline), nbytes)
+        yield Offload(lambda: session.engine.write(block, key, nbytes, fill, deadline), nbytes)
     except BaseException:
         yield Notify(m.Discard(block), session.engine.books)
         raise

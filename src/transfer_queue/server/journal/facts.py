@@ -33,6 +33,21 @@ class BlockStored(Fact, tag=21):
     digest: int
 
 
+class BlockInEngine(Fact, tag=29):
+    """A block whose bytes lie in the storage engine, under `key`, and last there."""
+
+    block: int
+    layout: bytes
+    nbytes: int
+    key: str
+
+
+class LeftInEngine(Fact, tag=30):
+    """In a snapshot: nobody needs what lies under these keys, and it was not deleted yet."""
+
+    keys: list[str]
+
+
 class BlockRenamed(Fact, tag=22):
     """A block is a copy of another one, whose bytes in the journal are its own from now on."""
 
@@ -84,8 +99,8 @@ class BlockShared(Fact, tag=27):
 
 
 JournalFact: TypeAlias = (
-    ControllerFact | BlockLogged | BlockStored | BlockRenamed | SnapshotComplete | UnitKnown | MemberIs | BlockGone
-    | BlockShared | UnitsNumbered
+    ControllerFact | BlockLogged | BlockStored | BlockInEngine | BlockRenamed | SnapshotComplete | UnitKnown | MemberIs
+    | BlockGone | BlockShared | UnitsNumbered | LeftInEngine
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

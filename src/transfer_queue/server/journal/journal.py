@@ -79,6 +79,7 @@ class DiskJournal:
         self._kept.hold_blocks(False)
         self._kept.start()
         self._forget_facts()
+        self._unit.begin_log()
         if self._run.is_on:  # the server's, of which this process was forked
             self._run.log.close_files()
             self._run.payloads.close()
@@ -127,6 +128,10 @@ class DiskJournal:
             run.log.append(encoded(facts))
             if self._is_long() and not run.snapshots and time.monotonic() >= run.next_s:
                 self._begin(follows=True)
+        if self._unit.unneeded:
+            delete = self._unit.take_unneeded()
+            if not run.log.hold(delete):
+                delete()
         self._give_back()
 
     def _is_long(self) -> bool:

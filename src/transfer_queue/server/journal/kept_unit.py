@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
-from transfer_queue.server.journal.facts import BlockLogged, BlockRenamed, BlockStored, JournalFact
+from transfer_queue.server.journal.facts import BlockInEngine, BlockLogged, BlockRenamed, BlockStored, JournalFact
 from transfer_queue.server.journal.payloads import Place
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.recording import Recorder, RecordingUnit
@@ -15,8 +16,11 @@ from transfer_queue.storage.shm import SMALL_NBYTES
 class KeptUnit(RecordingUnit):
     """`places` has the large blocks that are on the disk. `given_up(place)` is called when one is gone from here.
 
-    A block is a fact once it is published and its bytes can be named: at once where they are few. Where the unit
-    `says_first`, it is one before that: see `MemberUnit`.
+    A block is a fact once it is published and its bytes can be named: at once where they are few, or lie in an engine.
+    Where the unit `says_first`, it is one before that: see `MemberUnit`.
+
+    What nobody needs of the engine is deleted when the journal has that: it may not have those of `unneeded`, and is
+    about to have those that are `leaving`. `can_delete()` is called when it has some, in an event of its own.
     """
 
     says_first = False
@@ -26,12 +30,15 @@ class KeptUnit(RecordingUnit):
     ) -> None:
         super().__init__(budget_nbytes, directory, recorder, spill)
         self.places: dict[int, Place] = {}
+        self.unneeded: list[str] = []
+        self.leaving: dict[str, None] = {}
+        self.can_delete: Callable[[], None] = lambda: None
         self.facts: list[JournalFact] = []
         self.given_up: Callable[[Place], None] = lambda place: None
 
     def is_kept(self, block: Block) -> bool:
-        """Whether its bytes are on the disk, or will be with the fact of it."""
-        return block.nbytes <= SMALL_NBYTES or block.number in self.places
+        """Whether its bytes are on the disk, or will be with the fact of it, or last in the engine."""
+        return block.nbytes <= SMALL_NBYTES or block.number in self.places or block.is_in_engine
 
     def is_ready(self, block: Block) -> bool:
         """Whether nothing is left to be done before rows may lie in it."""
@@ -68,6 +75,8 @@ class KeptUnit(RecordingUnit):
     def fact_of(self, block: Block) -> JournalFact:
         """What a journal says of a block that is kept."""
         place = self.places.get(block.number)
+        if block.is_in_engine:
+            return BlockInEngine(block.number, block.layout, block.nbytes, block.key)
         if place is not None:
             return BlockStored(block.number, block.layout, *place)
         return BlockLogged(block.number, block.layout, self.shm.arenas[block.arena].copied(block.offset, block.nbytes))
@@ -81,6 +90,31 @@ class KeptUnit(RecordingUnit):
         if place is not None:
             self.given_up(place)
 
+    def leave_in_engine(self, key: str) -> None:
+        self.unneeded.append(key)
+
+    def take_unneeded(self) -> Callable[[], None]:
+        """What is to be called when the journal has all that happened so far."""
+        keys, self.unneeded = self.unneeded, []
+        self.leaving.update(dict.fromkeys(keys))
+        return functools.partial(self._left, keys)
+
+    def _left(self, keys: list[str]) -> None:
+        for key in keys:
+            del self.leaving[key]
+        self.left_in_engine.extend(keys)
+        self.can_delete()
+
+    def begin_log(self) -> None:
+        """A new process has the journal: nothing is about to be there."""
+        self.unneeded += self.leaving
+        self.leaving.clear()
+
+    @property
+    def to_delete(self) -> list[str]:
+        """What the engine has in vain."""
+        return [*self.left_in_engine, *self.leaving, *self.unneeded]
+
     def take_facts(self) -> list[JournalFact]:
         """What became of blocks since they were taken last."""
         found, self.facts = self.facts, []
@@ -92,6 +126,12 @@ class KeptUnit(RecordingUnit):
     def lasting(self) -> list[Block]:
         """The blocks that are facts: those that only the controller can drop."""
         return [one for one in self._blocks.values() if one.published and not one.dropped and self.is_kept(one)]
+
+    def put_back_in_engine(self, fact: BlockInEngine) -> None:
+        """A block that is there."""
+        self._next = fact.block
+        self.place_in_engine(fact.nbytes, None, fact.key)
+        self.publish(fact.block, fact.layout)
 
     def put_back(self, number: int, nbytes: int) -> Block | None:
         """Room for a block of this number; None where there is none.

@@ -11,11 +11,13 @@ from transfer_queue.errors import InvalidInput, JournalCorrupt, StoreFull
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import (
     BlockGone,
+    BlockInEngine,
     BlockLogged,
     BlockRenamed,
     BlockShared,
     BlockStored,
     JournalFact,
+    LeftInEngine,
     SnapshotComplete,
     decoded,
     decoded_events,
@@ -124,6 +126,8 @@ class KnownBlocks:
     def __init__(self) -> None:
         self._small: dict[int, BlockLogged] = {}
         self._large: dict[int, tuple[bytes, Place]] = {}
+        self._in_engine: dict[int, BlockInEngine] = {}
+        self._left: list[str] = []
         self._last = 0
 
     def apply(self, fact: JournalFact) -> bool:
@@ -136,6 +140,11 @@ class KnownBlocks:
                 place = Place(fact.file, fact.offset, fact.nbytes, fact.digest)
                 self._large[fact.block] = fact.layout, place
                 self._last = max(self._last, fact.block)
+            case BlockInEngine():
+                self._in_engine[fact.block] = fact
+                self._last = max(self._last, fact.block)
+            case LeftInEngine():
+                self._left += fact.keys
             case BlockRenamed() | BlockShared():
                 if fact.block not in self._large:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
@@ -153,12 +162,19 @@ class KnownBlocks:
         return True
 
     def put_back(self, directory: Path, kept: KeptState, unit: KeptUnit) -> None:
-        """Those that are needed, into memory."""
-        known = self._small.keys() | self._large.keys()
-        wanted = sorted(kept.wanted(known))
-        missing = [number for number in wanted if number not in known]
+        """Those that are needed, into memory. What nobody needs of the engine is to be deleted there."""
+        in_memory = self._small.keys() | self._large.keys()
+        needed = set(kept.wanted(in_memory | self._in_engine.keys()))
+        wanted = sorted(needed - self._in_engine.keys())
+        missing = [number for number in wanted if number not in in_memory]
         if missing:
             raise JournalCorrupt(f"{directory}: blocks {missing[:8]} are missing")
+        unit.left_in_engine += self._left
+        for number, fact in self._in_engine.items():
+            if number in needed:
+                unit.put_back_in_engine(fact)
+            else:
+                unit.left_in_engine.append(fact.key)
         places = {number: self._large[number][1] for number in wanted if number in self._large}
         payloads = Payloads(directory, set(places.values()))
         try:
@@ -166,6 +182,7 @@ class KnownBlocks:
                 self._put_back(number, payloads, unit)
         finally:
             payloads.close()
+        unit.take_facts()  # they are in the journal
         unit.put_next(self._last + 1)
 
     def _nbytes(self, number: int) -> int:
@@ -185,4 +202,3 @@ class KnownBlocks:
             payloads.read(place, unit.memory(block))
             unit.lies_at(number, place)
             unit.publish(number, layout)
-        unit.take_facts()  # they are in the journal

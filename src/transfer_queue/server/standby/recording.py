@@ -171,6 +171,11 @@ class RecordingUnit(Unit):
             self.recorder.note(r.Placed(block.arena, block.offset, nbytes, session))
         return block
 
+    def place_in_engine(self, nbytes: int, session: bytes | None, key: str = "") -> Block:
+        block = super().place_in_engine(nbytes, session, key)
+        self.recorder.note(r.PlacedInEngine(block.key, nbytes, session))
+        return block
+
     def _allocated(self, message: m.Allocate, session: bytes) -> m.Allocated | None:
         allocated = super()._allocated(message, session)
         if allocated is not None:

@@ -123,6 +123,12 @@ class Placed(_Record, tag=13):
     owner: bytes | None
 
 
+class PlacedInEngine(_Record, tag=40):
+    key: str
+    nbytes: int
+    owner: bytes | None
+
+
 class BlockGiven(_Record, tag=14):
     """A session was given a block to fill, in answer to this request."""
 
@@ -222,7 +228,7 @@ class BlockCopied(_Record, tag=23):
 Record: TypeAlias = (
     Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered
     | UnitHidden | UnitLost | Attached | Detached | Ended
-    | ArenaOpened | Placed | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
+    | ArenaOpened | Placed | PlacedInEngine | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | CommitHeld | CommitReleased | CommitDone | Doubted
     | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied | SamplerHeard
 )  # fmt: skip

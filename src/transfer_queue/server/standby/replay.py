@@ -75,7 +75,8 @@ class UnitReplay:
         self._arenas: Iterator[int] = iter(arenas)
         self.rules: Rules = {
             r.Attached: self._attached, r.Detached: self._detached, r.Ended: self._ended, r.TakenBack: self._taken_back,
-            r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.BlockGiven: self._allocated,
+            r.ArenaOpened: self._arena_opened, r.Placed: self._placed, r.PlacedInEngine: self._placed_in_engine,
+            r.BlockGiven: self._allocated,
             r.Published: self._published, r.Dropped: self._dropped, r.BlockPinned: self._pinned,
             r.BlockUnpinned: self._unpinned, r.Vacated: self._vacated,
             r.CommitHeld: self._held, r.CommitReleased: self._released, r.CommitDone: self._done,
@@ -113,6 +114,9 @@ class UnitReplay:
 
     def _placed(self, record: r.Placed) -> None:
         self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
+
+    def _placed_in_engine(self, record: r.PlacedInEngine) -> None:
+        self._unit.place_in_engine(record.nbytes, record.owner, record.key)
 
     def _allocated(self, record: r.BlockGiven) -> None:
         session = self._service.sessions.by_ident[record.session]

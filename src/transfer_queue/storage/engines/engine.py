@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.storage.plugins import plugin
@@ -78,12 +78,15 @@ class StorageEngine(abc.ABC):
     is raised counts as "the engine does not answer", with its text.
 
     `name` is what `backend.storage_backend` says. `max_nbytes` bounds one object (None: nothing does). `can_fork`: it
-    can be opened in a process that was forked from one that had it open.
+    can be opened in a process that was forked from one that had it open. `survives`: what is sealed is still there when
+    the server that opened it was killed ("process"; a standby opens it anew, with `for_clients`), or when its host lost
+    power as well, where the settings say `durable: true` ("machine").
     """
 
     name: ClassVar[str]
     max_nbytes: ClassVar[int | None] = None
     can_fork: ClassVar[bool] = True
+    survives: ClassVar[Literal["none", "process", "machine"]] = "none"
 
     @abc.abstractmethod
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:

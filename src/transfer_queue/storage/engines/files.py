@@ -6,13 +6,16 @@ The slowest engine, which needs no server of its own and loses nothing when one 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 from transfer_queue.errors import ConfigError, StoreFull
 from transfer_queue.memory.bytes import Bytes
+from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
@@ -24,6 +27,7 @@ class Files(StorageEngine):
     """`settings.url` names the directory as fsspec does: "file:///mnt/shared/tq", "s3://bucket/tq"."""
 
     name = "Files"
+    survives = "machine"
 
     def __init__(self, settings: Mapping[str, Any], serves: bool) -> None:
         url = settings.get("url")
@@ -37,6 +41,7 @@ class Files(StorageEngine):
         except ConfigError as error:
             raise ConfigError(f"backend.Files.url: {error}") from error
         self._files, self._root = found.files, found.root
+        self._syncs = bool(settings.get("durable")) and isinstance(self._files, LocalFileSystem)
         if serves:
             try:
                 self._files.makedirs(self._root, exist_ok=True)
@@ -49,10 +54,10 @@ class Files(StorageEngine):
 
     @property
     def for_clients(self) -> Mapping[str, Any]:
-        return {"url": self._url}
+        return {"url": self._url, "durable": self._syncs}
 
     def reserve(self, key: str, nbytes: int) -> Room:
-        return _FileRoom(self._files, self._path(key), nbytes)
+        return _FileRoom(self._files, self._path(key), nbytes, self._syncs)
 
     def read(self, spans: Sequence[ReadSpan]) -> None:
         opened: dict[str, Any] = {}
@@ -83,18 +88,24 @@ class Files(StorageEngine):
 
 
 class _FileRoom(Room):
-    """Written under another name, then renamed: nobody reads half a file."""
+    """Written under another name, then renamed: nobody reads half a file. It `syncs` where the bytes would else be in
+    this host's memory for a while; an object store has them when it says so."""
 
-    def __init__(self, files: Any, path: str, nbytes: int) -> None:
+    def __init__(self, files: Any, path: str, nbytes: int, syncs: bool) -> None:
         self.memory: Bytes = np.empty(nbytes, np.uint8)
-        self._files, self._path = files, path
+        self._files, self._path, self._syncs = files, path, syncs
 
     def seal(self) -> None:
         part = self._path + PART  # a key has one writer
         try:
             with self._files.open(part, "wb") as file:
                 file.write(memoryview(self.memory))  # type: ignore[arg-type]
+                if self._syncs:
+                    file.flush()
+                    os.fsync(file.fileno())
             self._files.mv(part, self._path)
+            if self._syncs:
+                sync_directory(os.path.dirname(self._path))
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._files.rm_file(part)

@@ -36,7 +36,7 @@ def probe(name: str, settings: Mapping[str, Any], timeout_s: float) -> Iterator[
     try:
         yield f"opened{engine.where} in {time.monotonic() - began:.1f} s"
         service = secrets.token_bytes(16)
-        key = sealed.engine_key(service, BLOCK)
+        key = f"{sealed.key_prefix(service)}{BLOCK}"
         try:
             began = time.monotonic()
             room = engine.reserve(key, sealed.sealed_nbytes(NBYTES), timeout_s)

@@ -19,9 +19,10 @@ GRAIN = 256 << 10
 Ranges = list[tuple[int, int]]  # (first byte, the one after the last), ascending and apart
 
 
-def engine_key(service: bytes, block: int) -> str:
-    """What a block is called in an engine. Numbers of blocks are never used again in a life of a service."""
-    return f"tq/{service.hex()}/{block}"
+def key_prefix(service: bytes) -> str:
+    """What the names of blocks begin with in an engine, before their number. Numbers of blocks are never used again in
+    a life of a service."""
+    return f"tq/{service.hex()}/"
 
 
 def num_grains(nbytes: int) -> int:

@@ -44,7 +44,9 @@ class Remote(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
 
 
 class InEngine(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=3):
-    """The bytes lie in the service's storage engine under the block's name; whoever is told has them pinned."""
+    """The bytes lie in the service's storage engine under `key`; whoever is told has them pinned."""
+
+    key: str
 
 
 class Registered(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=4):

@@ -1,0 +1,261 @@
+"""Rows that lie in an engine besides the server survive it: a standby takes over, and a journal brings them back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Child, until
+from hosts import LARGE, Host, firsts, rows
+from test_standby import kill, standby_of
+
+from transfer_queue.errors import ConfigError, DataLost
+from transfer_queue.server.journal.files import numbers
+from transfer_queue.storage.engines import engine_class
+
+Start = Callable[..., Host]
+
+
+class Site:
+    """A host with a directory for the engine's files, and one for the journal, that loses its power."""
+
+    def __init__(self, start: Start, directory: Path) -> None:
+        self._start = start
+        self.files = directory / "files"
+        self.files.mkdir()
+        self.journal = directory / "journal"
+        self.host: Host
+
+    def settings(self) -> dict[str, Any]:
+        return {"engine": "Files", "engine_settings": {"url": f"file://{self.files}"}, "host": ""}
+
+    def boot(self, **more: Any) -> Host:
+        self.host = self._start(
+            **{**self.settings(), "durability": "machine", "journal_dir": str(self.journal), **more}
+        )
+        return self.host
+
+    def lose_power(self) -> None:
+        """Server and standby are killed at once."""
+        os.killpg(self.host.server._process.pid, signal.SIGKILL)
+        self.host.server.wait()
+
+    def reboot(self, **more: Any) -> Host:
+        self.lose_power()
+        return self.boot(**more)
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.files.iterdir())
+
+
+@pytest.fixture
+def site(start_host: Start, tmp_path: Path) -> Site:
+    return Site(start_host, tmp_path)
+
+
+def put(host: Host, value: float, partition: str = "p", **more: Any) -> Any:
+    return host.client.put(rows(value, 2, LARGE), partition_id=partition, **more)
+
+
+def found(host: Host, meta: Any) -> list[float]:
+    return firsts(host.client.get_data(meta))
+
+
+# a standby
+
+
+def test_a_server_that_is_killed_loses_no_row_and_its_clients_go_on(site: Site, start_host: Start) -> None:
+    host = site.host = start_host(**site.settings(), durability="process")
+    metas = [put(host, 1.0), put(host, 2.0)]
+    for turn in range(3):
+        standby_of(host.client)
+        kill(host.client.stats()["pid"])
+        metas.append(put(host, 3.0 + turn))
+    assert [found(host, meta) for meta in metas] == [[value, value] for value in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    host.client.clear_partition("p")
+    until(lambda: not site.names(), "the deletion of all blocks, those of before the kills as well")
+
+
+def test_a_put_that_is_amid_its_writing_when_the_server_is_killed_is_carried_out(site: Site, start_host: Start) -> None:
+    host = site.host = start_host(**site.settings(), durability="process")
+    standby_of(host.client)
+    child = Child(f"""
+        import torch, transfer_queue as tq
+        from transfer_queue.client.client import TransferQueueClient
+        from transfer_queue.client.session import Session
+        from transfer_queue.storage.engines import sealed
+        from transfer_queue.wire.address import parse_address
+        client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
+        seal = sealed.seal
+        def wait(*args):
+            print("in the middle", flush=True)
+            input()
+            seal(*args)
+        sealed.seal = wait
+        client.put({{"x": torch.full((2, {LARGE}), 6.0)}}, partition_id="q")
+        print("put", flush=True)
+        client.close()
+    """)
+    assert child.line() == "in the middle"
+    kill(host.client.stats()["pid"])
+    child.say("go on")
+    assert child.line() == "put"
+    child.finish()
+    assert found(host, host.client.get_meta(["x"], 2, "q", task_name="t")) == [6.0, 6.0]
+
+
+def test_blocks_of_a_client_that_died_with_the_server_are_deleted(site: Site, start_host: Start) -> None:
+    host = site.host = start_host(**site.settings(), durability="process", away_s=0.5)
+    standby_of(host.client)
+    child = Child(f"""
+        import time, torch, transfer_queue as tq
+        from transfer_queue.client.client import TransferQueueClient
+        from transfer_queue.client.engine import EngineAccess
+        from transfer_queue.client.session import Session
+        from transfer_queue.wire.address import parse_address
+        client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
+        write = EngineAccess.write
+        def stop(*args):
+            write(*args)
+            print("written", flush=True)
+            time.sleep(100)
+        EngineAccess.write = stop
+        client.put({{"x": torch.zeros(2, {LARGE})}}, partition_id="q")
+    """)
+    assert child.line() == "written"
+    assert len(site.names()) == 1
+    kill(host.client.stats()["pid"])
+    child.close()
+    until(lambda: not site.names(), "the deletion of a block that nobody will commit", 30)
+    assert host.client.stats()["engine_nbytes_used"] == 0
+
+
+# a journal
+
+
+def test_rows_come_back_after_a_loss_of_power_and_new_ones_lie_apart(site: Site) -> None:
+    host = site.boot()
+    first = put(host, 1.0)
+    host.kv_put(["a", "b"], "keyed", {"x": torch.full((2, LARGE), 7.0)}, [{"n": 1}, {"n": 2}])
+    small = host.client.put(rows(3.0, 2), partition_id="small")
+    before = site.names()
+    host = site.reboot()
+    assert found(host, first) == [1.0, 1.0]
+    assert [row[0].item() for row in host.kv_get(["b", "a"], "keyed")["x"]] == [7.0, 7.0]
+    assert found(host, small) == [3.0, 3.0]
+    second = put(host, 2.0)
+    assert set(before) < set(site.names()), "what is new has a name that nothing had in the life before"
+    host = site.reboot()
+    assert [found(host, meta) for meta in (first, second)] == [[1.0, 1.0], [2.0, 2.0]]
+    host.client.clear_partition("p")
+    host.client.clear_partition("keyed")
+    until(lambda: not site.names(), "the deletion of blocks of three lives")
+
+
+def test_a_writer_of_the_life_before_that_is_late_changes_nothing(site: Site) -> None:
+    host = site.boot()
+    key = f"tq/{host.client.session.service_id.hex()}/1"
+    host = site.reboot()
+    meta = put(host, 2.0)
+    engine = engine_class("Files")({"url": f"file://{site.files}"}, False)
+    room = engine.reserve(key, 4 << 20)
+    room.memory[:] = 9
+    room.seal()
+    assert found(host, meta) == [2.0, 2.0]
+
+
+def test_a_service_that_ends_in_good_order_is_there_again_with_its_journal(site: Site) -> None:
+    meta = put(site.boot(), 1.0)
+    site.host.close()
+    assert site.names()
+    assert found(site.boot(), meta) == [1.0, 1.0]
+
+
+def test_what_was_cleared_is_deleted_once_the_journal_has_that(site: Site) -> None:
+    host = site.boot()
+    host.kv_put(["a"], "p", {"x": torch.full((1, LARGE), 1.0)})
+    host.kv_put(["a"], "p", {"x": torch.full((1, LARGE), 2.0)})
+    until(lambda: len(site.names()) == 1, "the deletion of what was overwritten")
+    host = site.reboot()
+    assert host.kv_get(["a"], "p")["x"][0][0].item() == 2.0
+    host.client.clear_partition("p")
+    until(lambda: not site.names(), "the deletion of what was cleared")
+
+
+def test_what_was_not_deleted_before_the_power_went_is_deleted_after_it(site: Site) -> None:
+    host = site.boot()
+    put(host, 1.0)
+    kept = put(host, 2.0, "q")
+    file = next(path for path in site.files.iterdir() if path.name.endswith("-1"))
+    aside = file.rename(site.files.parent / "aside")
+    file.mkdir()
+    host.client.clear_partition("p")
+    until(lambda: host.client.stats()["engine_blocks_to_delete"] == 1, "the block that cannot be deleted")
+    host = site.reboot()  # which writes a snapshot
+    until(lambda: host.client.stats()["engine_blocks_to_delete"] == 1, "the attempt after the start")
+    site.lose_power()
+    file.rmdir()
+    aside.rename(file)
+    host = site.boot()
+    until(lambda: len(site.names()) == 1, "the deletion after the start")
+    assert found(host, kept) == [2.0, 2.0]
+
+
+def test_snapshots_have_the_blocks_and_what_is_still_to_be_deleted(site: Site) -> None:
+    host = site.boot()
+    metas = [put(host, 1.0 + number) for number in range(3)]
+    for number in range(40):
+        host.client.put({"y": torch.zeros(1, 60_000)}, partition_id=f"much {number}")
+        host.client.clear_partition(f"much {number}")
+    before = max(numbers(site.journal, "snapshot"))
+    host = site.reboot()
+    assert max(numbers(site.journal, "snapshot")) > before, "a start writes one"
+    host = site.reboot()
+    assert [found(host, meta) for meta in metas] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    until(lambda: len(site.names()) == 3, f"{site.names()} the deletion of all but three")
+
+
+def test_a_standby_with_a_journal_takes_over_and_the_journal_goes_on(site: Site) -> None:
+    host = site.boot()
+    first = put(host, 1.0)
+    standby_of(host.client)
+    kill(host.client.stats()["pid"])
+    second = put(host, 2.0)
+    host.client.clear_samples(first)
+    until(lambda: len(site.names()) == 1, "the deletion by the standby")
+    standby_of(host.client)
+    kill(host.client.stats()["pid"])
+    assert found(host, second) == [2.0, 2.0]
+    assert found(site.reboot(), second) == [2.0, 2.0]
+
+
+def test_another_place_than_the_journal_names_is_refused_and_nothing_is_lost(site: Site, tmp_path: Path) -> None:
+    meta = put(site.boot(), 1.0)
+    site.lose_power()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataLost, match="none of the 1 blocks"):
+        site.boot(engine_settings={"url": f"file://{tmp_path / 'other'}"})
+    with pytest.raises(ConfigError, match="storage_backend"):
+        site.boot(engine="", engine_settings={})
+    assert found(site.boot(), meta) == [1.0, 1.0]
+
+
+def test_some_files_that_are_gone_are_rows_that_are_lost_and_no_others(site: Site) -> None:
+    host = site.boot()
+    first, second = put(host, 1.0), put(host, 2.0)
+    site.lose_power()
+    next(path for path in site.files.iterdir() if path.name.endswith("-1")).unlink()
+    host = site.boot()
+    with pytest.raises(DataLost):
+        found(host, first)
+    assert found(host, second) == [2.0, 2.0]
+
+
+def test_a_file_of_a_machine_that_may_lose_power_is_synced_before_the_put_returns(site: Site) -> None:
+    told = site.boot().client.session.config["engine"]
+    assert told == {"name": "Files", "settings": {"url": f"file://{site.files}", "durable": True}}
