@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from conftest import Child, until
 from hosts import LARGE, Host, firsts, rows
+from s3 import object_store
 from test_standby import kill, standby_of
 
+from transfer_queue.client.drivers import run
+from transfer_queue.client.operations.kv import kv_clear
 from transfer_queue.errors import ConfigError, DataLost
 from transfer_queue.server.journal.files import numbers
 from transfer_queue.storage.engines import engine_class
 
 Start = Callable[..., Host]
+SEED, TURNS = int(os.environ.get("TQ_JOURNAL_SEED", "7")), int(os.environ.get("TQ_JOURNAL_TURNS", "6"))
 
 
 class Site:
@@ -28,11 +35,12 @@ class Site:
         self._start = start
         self.files = directory / "files"
         self.files.mkdir()
+        self.url = f"file://{self.files}"
         self.journal = directory / "journal"
         self.host: Host
 
     def settings(self) -> dict[str, Any]:
-        return {"engine": "Files", "engine_settings": {"url": f"file://{self.files}"}, "host": ""}
+        return {"engine": "Files", "engine_settings": {"url": self.url}, "host": ""}
 
     def boot(self, **more: Any) -> Host:
         self.host = self._start(
@@ -50,12 +58,27 @@ class Site:
         return self.boot(**more)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.files.iterdir())
+        return sorted(path.name for path in self.files.glob("*"))
 
 
 @pytest.fixture
 def site(start_host: Start, tmp_path: Path) -> Site:
     return Site(start_host, tmp_path)
+
+
+@pytest.fixture(params=["files", pytest.param("store", marks=pytest.mark.keeps_sockets)])
+def any_site(request: pytest.FixtureRequest, site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """With the files in a directory, or in an object store, which has them in one."""
+    if request.param == "files":
+        yield site
+        return
+    with object_store(site.files.parent / "store") as options:
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+        monkeypatch.setenv("FSSPEC_S3", json.dumps(options))
+        site.url, site.files = "s3://bucket/tq", site.files.parent / "store" / "bucket" / "tq"
+        site.files.mkdir()
+        yield site
+        site.host.close()
 
 
 def put(host: Host, value: float, partition: str = "p", **more: Any) -> Any:
@@ -69,7 +92,8 @@ def found(host: Host, meta: Any) -> list[float]:
 # a standby
 
 
-def test_a_server_that_is_killed_loses_no_row_and_its_clients_go_on(site: Site, start_host: Start) -> None:
+def test_a_server_that_is_killed_loses_no_row_and_its_clients_go_on(any_site: Site, start_host: Start) -> None:
+    site = any_site
     host = site.host = start_host(**site.settings(), durability="process")
     metas = [put(host, 1.0), put(host, 2.0)]
     for turn in range(3):
@@ -138,7 +162,8 @@ def test_blocks_of_a_client_that_died_with_the_server_are_deleted(site: Site, st
 # a journal
 
 
-def test_rows_come_back_after_a_loss_of_power_and_new_ones_lie_apart(site: Site) -> None:
+def test_rows_come_back_after_a_loss_of_power_and_new_ones_lie_apart(any_site: Site) -> None:
+    site = any_site
     host = site.boot()
     first = put(host, 1.0)
     host.kv_put(["a", "b"], "keyed", {"x": torch.full((2, LARGE), 7.0)}, [{"n": 1}, {"n": 2}])
@@ -259,3 +284,30 @@ def test_some_files_that_are_gone_are_rows_that_are_lost_and_no_others(site: Sit
 def test_a_file_of_a_machine_that_may_lose_power_is_synced_before_the_put_returns(site: Site) -> None:
     told = site.boot().client.session.config["engine"]
     assert told == {"name": "Files", "settings": {"url": f"file://{site.files}", "durable": True}}
+
+
+def test_nothing_that_was_answered_is_lost_at_random_moments(site: Site) -> None:
+    dice = random.Random(SEED)
+    host = site.boot()
+    kept: dict[str, float] = {}
+    for turn in range(TURNS):
+        for _ in range(dice.randrange(1, 5)):
+            keys = sorted({f"k{dice.randrange(6)}" for _ in range(dice.randrange(1, 4))})
+            if dice.random() < 0.3:
+                run(host.client.session, kv_clear(host.client.session, keys, "p"))
+                for key in keys:
+                    kept.pop(key, None)
+            else:
+                value = float(dice.randrange(1000))
+                width = dice.choice([4, LARGE])
+                host.kv_put(keys, "p", {"x": torch.full((len(keys), width), value)})
+                kept.update(dict.fromkeys(keys, value))
+        if dice.random() < 0.4:
+            standby_of(host.client)
+            kill(host.client.stats()["pid"])
+        else:
+            host = site.reboot()
+        found = {key: host.kv_get([key], "p")["x"][0][0].item() for key in kept}
+        assert found == kept, f"turn {turn} of seed {SEED}"
+    host.client.clear_partition("p")
+    until(lambda: not site.names(), "the deletion of everything")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.client.engine import EngineAccess
+from transfer_queue.controller import Controller
 from transfer_queue.errors import ServiceUnavailable, StoreFull
 from transfer_queue.memory.pool import Pool
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.server import engine_blocks
+from transfer_queue.server.engine_blocks import EngineBlocks
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.storage.engines import BlocksMissing, ReadSpan, Room, StorageEngine, deadline, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.files import Files
+from transfer_queue.storage.in_time import OpenedOnce
 from transfer_queue.storage.transports import guarded
 from transfer_queue.storage.transports.guarded import GuardedTransport
 
@@ -106,9 +114,55 @@ def test_a_block_is_filled_once_however_often_there_is_no_place_for_it(
         into[:] = next(source)
 
     monkeypatch.setattr(SlowRoom, "seal", full_once)
-    access = EngineAccess({"name": "Slow", "settings": {}}, b"service", Pool(0))
-    access.write(1, 8, fill, time.monotonic() + 60.0)
+    access = EngineAccess({"name": "Slow", "settings": {}}, Pool(0))
+    access.write(1, "key", 8, fill, time.monotonic() + 60.0)
     assert stored == 8 * [7]
+
+
+def test_threads_that_wait_for_the_same_opening_each_wait_no_longer_than_their_own_time(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    access = EngineAccess({"name": "Slow", "settings": {"waits": True}}, Pool(0))
+
+    def took(number: int) -> float:
+        began = time.monotonic()
+        with pytest.raises(ServiceUnavailable, match="Slow"):
+            access.chunk(1, "key", 8, 0, 8, 0.3)
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(6) as threads:
+        assert max(threads.map(took, range(6))) < 1.2, "one after the other they would take 1.8 s"
+
+
+def test_an_engine_that_was_opened_by_one_thread_is_everybodys(engine: GuardedEngine) -> None:
+    opened = OpenedOnce("Slow", lambda timeout_s: object())
+    with ThreadPoolExecutor(6) as threads:
+        assert len(set(threads.map(lambda _: opened.get(5.0), range(20)))) == 1
+
+
+def test_deletions_that_hang_are_waited_for_by_one_thread(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_blocks, "STEP_S", 0.001)
+    monkeypatch.setattr(Slow, "drop", lambda slow, keys: slow._do(f"drop {keys}"))
+    unit = Unit(1 << 20)
+    blocks = EngineBlocks(engine, unit, Controller(SequentialSampler()), 5.0)
+    unit.left_in_engine += ["a", "b"]
+
+    async def delete() -> None:
+        Slow.gate.clear()
+        for _ in range(50):
+            blocks.work()
+            await asyncio.sleep(0.002)
+        assert sum(thread.name == "tq-engine" for thread in threading.enumerate()) == 2, (
+            "the call, and who keeps its time"
+        )
+        Slow.gate.set()
+        while unit.left_in_engine:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(delete())
+    unit.close()
+    assert Slow.log == ["drop ['a', 'b']"]
 
 
 def test_an_engine_that_opens_too_late_is_closed(engine: GuardedEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines import ReadSpan, sealed
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import Ranges
-from transfer_queue.storage.in_time import left_until
+from transfer_queue.storage.in_time import OpenedOnce, left_until
 
 PAUSE_S = 0.05  # between two attempts to get room in an engine that is full
 CLOSE_S = 5.0
@@ -50,6 +50,11 @@ class WrongBytes(Exception):
         self.block = block
 
 
+def _opened(told: Mapping[str, Any] | None, timeout_s: float) -> GuardedEngine:
+    assert told is not None
+    return GuardedEngine(told["name"], told["settings"], False, timeout_s)
+
+
 class EngineAccess:
     """The engine that the server `told` of (None: there is none), opened on first use. For many threads.
 
@@ -61,35 +66,27 @@ class EngineAccess:
 
     def __init__(self, told: Mapping[str, Any] | None, pool: Pool):
         self._told = told
-        self._opened: GuardedEngine | None = None
-        self._lock = threading.Lock()
+        self._engine = OpenedOnce("" if told is None else str(told["name"]), functools.partial(_opened, told))
         self._pool = pool
         self.books = "" if told is None else str(told.get("books", ""))
 
     def __bool__(self) -> bool:
         return self._told is not None
 
-    def _open(self, timeout_s: float) -> GuardedEngine:
-        with self._lock:
-            if self._opened is None:
-                assert self._told is not None
-                self._opened = GuardedEngine(self._told["name"], self._told["settings"], False, timeout_s)
-            return self._opened
-
     def close(self) -> None:
-        opened, self._opened = self._opened, None
+        opened = self._engine.taken()
         if opened is not None:
             opened.close(CLOSE_S)
 
     def leave_behind(self) -> None:
         """In a forked child: the parent's access to the engine is of no use here, and taking it apart would hang."""
-        if self._opened is not None:
-            _left_behind.append(self._opened)
+        if self._engine.opened is not None:
+            _left_behind.append(self._engine.opened)
 
     def write(self, block: int, key: str, nbytes: int, fill: Callable[[Bytes], None], deadline: float) -> None:
         """Store a block that `fill` writes, once, under its key. Waits for room until `deadline`, then raises
         `StoreFull`."""
-        engine = self._open(left_until(deadline))
+        engine = self._engine.get(left_until(deadline))
         size = sealed.sealed_nbytes(nbytes)
         if engine.max_nbytes is not None and size > engine.max_nbytes:
             raise InvalidInput(f"{nbytes} bytes in one put: {engine.name} takes {engine.max_nbytes} at most")
@@ -130,19 +127,21 @@ class EngineAccess:
 
     def read(self, wanted: Sequence[Wanted], timeout_s: float) -> list[Bytes]:
         """Each block as memory of its size, of which what the rows need is there and compared."""
-        engine = self._open(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        engine = self._engine.get(timeout_s)
         images = [_SealedImage(one, self._pool.allocate(sealed.sealed_nbytes(one.nbytes))) for one in wanted]
-        self._fetch(engine, images, [image.first() for image in images], timeout_s)
+        self._fetch(engine, images, [image.first() for image in images], left_until(deadline))
         rest = [image.rest() for image in images]
         if any(rest):
-            self._fetch(engine, images, rest, timeout_s)
+            self._fetch(engine, images, rest, left_until(deadline))
         return [image.memory[: image.wanted.nbytes] for image in images]
 
     def chunk(self, block: int, key: str, nbytes: int, start: int, end: int, timeout_s: float) -> Bytes:
         """Bytes of a block, from a multiple of the grain on."""
         wanted = Wanted(block, nbytes, Layout(0, nbytes, []), NO_ROWS, frozenset(), key)
         image = _SealedImage(wanted, np.empty(sealed.sealed_nbytes(nbytes), np.uint8))
-        self._fetch(self._open(timeout_s), [image], [[(start, end)]], timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._fetch(self._engine.get(timeout_s), [image], [[(start, end)]], left_until(deadline))
         return image.memory[start:end]
 
     def _fetch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +13,19 @@ from transfer_queue.client.images import Image, Wanted
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.pool import Pool
 from transfer_queue.storage.engines.sealed import Ranges
-from transfer_queue.storage.in_time import left_until
+from transfer_queue.storage.in_time import OpenedOnce, left_until
 from transfer_queue.storage.transports import GuardedTransport, RemoteSpan
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, host_towards
 
 CLOSE_S = 5.0
 UNITS = 4  # that are read from at the same time
+
+
+def _opened(told: Mapping[str, Any] | None, server: Address, timeout_s: float) -> GuardedTransport:
+    assert told is not None
+    host = str(told["host"]) if server.is_local else host_towards(server)
+    return GuardedTransport(told["name"], told["settings"], host, timeout_s)
 
 
 class TransportAccess:
@@ -32,10 +38,9 @@ class TransportAccess:
 
     def __init__(self, told: Mapping[str, Any] | None, server: Address, pool: Pool) -> None:
         self._told = told
-        self._server = server
         self._pool = pool
-        self._opened: GuardedTransport | None = None
-        self._lock = threading.Lock()
+        name = "" if told is None else str(told["name"])
+        self._transport = OpenedOnce(name, functools.partial(_opened, told, server))
 
     def __bool__(self) -> bool:
         return self._told is not None
@@ -63,7 +68,7 @@ class TransportAccess:
                 for first, end in ranges
             ]
             into = [image.memory for _, image, _ in mine]
-            self._open(left_until(deadline)).read(endpoint, spans, into, left_until(deadline))
+            self._transport.get(left_until(deadline)).read(endpoint, spans, into, left_until(deadline))
 
         if len(by_endpoint) < 2:
             for endpoint in by_endpoint:
@@ -75,19 +80,12 @@ class TransportAccess:
     @contextlib.contextmanager
     def lent(self, memory: Bytes, timeout_s: float) -> Iterator[m.Registered]:
         """Where others read it meanwhile."""
-        opened = self._open(timeout_s)
-        with opened.lent(memory, timeout_s) as address:
+        deadline = time.monotonic() + timeout_s
+        opened = self._transport.get(timeout_s)
+        with opened.lent(memory, left_until(deadline)) as address:
             yield m.Registered(opened.endpoint, address)
 
-    def _open(self, timeout_s: float) -> GuardedTransport:
-        with self._lock:
-            if self._opened is None:
-                assert self._told is not None
-                host = str(self._told["host"]) if self._server.is_local else host_towards(self._server)
-                self._opened = GuardedTransport(self._told["name"], self._told["settings"], host, timeout_s)
-            return self._opened
-
     def close(self) -> None:
-        opened, self._opened = self._opened, None
+        opened = self._transport.taken()
         if opened is not None:
             opened.close(CLOSE_S)

@@ -18,6 +18,7 @@
     engine_blocks       what the storage engine is to delete, and what it has lost
     registered_arenas   this unit's memory as the job's transport reads it
     late_answers        requests that wait for what happens outside of this process
+    listening           the sockets that a server is reached at
     home                a server's directory
     turns               whose long request is next
     fd_server           hands out arena descriptors on a unix socket

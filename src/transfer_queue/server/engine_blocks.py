@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.controller import Controller
 from transfer_queue.errors import DataLost, TransferQueueError
 from transfer_queue.server.service import Service
@@ -19,7 +20,8 @@ from transfer_queue.storage.engines.sealed import key_prefix
 log = logging.getLogger("transfer_queue.server")
 
 OPEN_S = 60.0  # what is started may take so long
-DROP_S = 30.0
+DROP_S = 30.0  # when the service ends
+FOREVER_S, STEP_S = 1e6, 0.5
 AGAIN_S = 1.0  # after a deletion that failed
 KEYS = 4096  # in one call
 
@@ -90,7 +92,7 @@ class EngineBlocks:
         while left:
             keys = left[:KEYS]
             try:
-                await asyncio.to_thread(self.engine.drop, keys, DROP_S)
+                await self._dropped(keys)
             except TransferQueueError as error:
                 if not self._failed:
                     log.warning("%d blocks are still to be deleted: %s", len(left), error)
@@ -99,6 +101,13 @@ class EngineBlocks:
                 continue
             self._failed = False
             del left[: len(keys)]
+
+    async def _dropped(self, keys: list[str]) -> None:
+        """However long that takes: another attempt would hang in the same place, and hold one more thread."""
+        call = BackgroundCall("tq-engine", self.engine.drop, keys, FOREVER_S)
+        while not await asyncio.to_thread(call.ended, STEP_S):
+            continue
+        call.outcome()
 
     # looking
 

@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import msgspec
 
@@ -33,12 +32,12 @@ from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_member import KeptMember, MemberUnit
 from transfer_queue.server.journal.kept_state import KeptService, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
+from transfer_queue.server.listening import Listening
 from transfer_queue.server.metrics.counters import MeteredService
 from transfer_queue.server.registered_arenas import RegisteredArenas, opened_transport
 from transfer_queue.server.service import Service
 from transfer_queue.server.settings import (
     DOOR_NAME,
-    SOCKET_NAME,
     NotStarted,
     Ready,
     ServerConfig,
@@ -62,11 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transfer_queue.server")
 
-BACKLOG = 4096  # a server that stands still for a moment turns nobody away
+REOPEN_S = 1.0  # between two attempts to open an engine in place of the server that was killed
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
-
-
-Factory: TypeAlias = Callable[[], ServerConnection]
 
 
 class Server:
@@ -163,6 +159,7 @@ class Server:
         else:
             kept = KeptService(self.role.controller, service.members)
         self.journal = service.journal = DiskJournal(directory, kept, unit, self._abandon)
+        self.journal.has_let_go = self.deliver
         self.recorder.settle()  # nobody stands by yet
 
     def _abandon(self) -> NoReturn:
@@ -281,6 +278,7 @@ class Server:
         self._due.append(engine.work)
         if isinstance(self.service.unit, KeptUnit):
             self.service.unit.can_delete = engine.work
+        engine.work()
 
     async def _open_transport(self, again: bool = False) -> None:
         """The one of the job: the controller says which. A server that takes over serves without it if need be."""
@@ -336,13 +334,25 @@ class Server:
     async def _go_on(self) -> None:
         self._begin()
         try:
-            if self.engine is not None:
-                self._former.append(self.engine)
-                self._use(await reopened(self.engine))
+            reopening = asyncio.get_running_loop().create_task(self._reopen_engine())
             await self._open_transport(again=True)
             await self._serve(None)
+            reopening.cancel()
         finally:
             self._leave()
+
+    async def _reopen_engine(self) -> None:
+        """Until it is open, what nobody needs stays there, and who misses a block hears that the engine does not
+        answer."""
+        before = self.engine
+        while before is not None:
+            try:
+                self._use(await reopened(before))
+                break
+            except TransferQueueError as error:
+                log.error("the next attempt is in %g s: %s", REOPEN_S, error)
+            await asyncio.sleep(REOPEN_S)
+        self._former.append(before)
 
     def _leave(self) -> None:
         """Nothing of it is left."""
@@ -494,60 +504,11 @@ class Server:
             os.close(self.config.lock)
 
 
-class Listening:
-    """The sockets that a server is reached at; a standby inherits them, and with them who waits there."""
-
-    def __init__(self, config: ServerConfig, home: int) -> None:
-        """`home`: the descriptor that holds the run directory. Raises `ConfigError`."""
-        self.path = os.path.join(config.run_dir, SOCKET_NAME)
-        self._home = home
-        self._unix = _listen_here(self.path)
-        self.door = _listen_here(os.path.join(config.run_dir, DOOR_NAME))
-        self._tcp = _listen(config.host, config.port) if config.host else None
-        self.tcp_name = _name(self._tcp) if self._tcp is not None else ""
-
-    def descriptors(self) -> list[int]:
-        found = [self._home, self._unix.fileno(), self.door.fileno()]
-        return found if self._tcp is None else [*found, self._tcp.fileno()]
-
-    async def serve(
-        self, loop: asyncio.AbstractEventLoop, local: Factory, remote: Factory
-    ) -> list[asyncio.AbstractServer]:
-        """Accept connections from now on."""
-        servers: list[asyncio.AbstractServer] = [await loop.create_unix_server(local, sock=self._unix, backlog=BACKLOG)]
-        if self._tcp is not None:
-            servers.append(await loop.create_server(remote, sock=self._tcp, backlog=BACKLOG))
-        return servers
-
-
-def _listen_here(path: str) -> socket.socket:
-    """A unix socket of mode 0600 that listens."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    found.bind(path)
-    os.chmod(path, 0o600)
-    found.listen(BACKLOG)
-    return found
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; connections wait until they are accepted."""
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(where[:2], family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from error
-
-
 def _host_towards(join: str) -> str:
     try:
         return host_towards(parse_address(join))
     except OSError as error:
         raise ConfigError(f"no way to {join}: {error}") from error
-
-
-def _name(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def serve(config: ServerConfig, announce: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
@@ -39,6 +40,43 @@ def in_time(
         raise ServiceUnavailable(f"{name} is not installed on this host: {error}") from error
     except Exception as error:
         raise ServiceUnavailable(f"{name}: {error}") from error
+
+
+class OpenedOnce(Generic[T]):
+    """What is opened on first use, once for all threads. `name` is that of whatever may not answer."""
+
+    def __init__(self, name: str, opens: Callable[[float], T]) -> None:
+        """`opens(timeout_s)` opens it, or raises within that time."""
+        self._name = name
+        self._opens = opens
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self._failure = ""
+        self.opened: T | None = None
+
+    def get(self, timeout_s: float) -> T:
+        """Raises as `opens`, and `ServiceUnavailable` where another thread's attempt fails or is late."""
+        if self.opened is not None:
+            return self.opened
+        deadline, num_failed = time.monotonic() + timeout_s, self._num_failed
+        if not self._lock.acquire(timeout=timeout_s):
+            raise ServiceUnavailable(f"{self._name} did not answer within {timeout_s:g} s")
+        try:
+            if self.opened is None and self._num_failed > num_failed:  # who waited for that need not wait once more
+                raise ServiceUnavailable(self._failure)
+            if self.opened is None:
+                self.opened = self._opens(left_until(deadline))
+            return self.opened
+        except TransferQueueError as error:
+            self._num_failed, self._failure = self._num_failed + 1, str(error)
+            raise
+        finally:
+            self._lock.release()
+
+    def taken(self) -> T | None:
+        """What was opened, which is somebody else's to close from now on."""
+        opened, self.opened = self.opened, None
+        return opened
 
 
 def left_until(deadline: float) -> float:

@@ -60,7 +60,8 @@ class _Run:
 
 class DiskJournal:
     """The journal in a directory, of a state and of a unit. `broken()` is called when the disk fails; it does not
-    return. After that nothing is promised any more."""
+    return. After that nothing is promised any more. `has_let_go()` is called, in an event of its own, when blocks that
+    nobody needs may be recycled again."""
 
     def __init__(self, directory: str, kept: KeptState, unit: KeptUnit, broken: Callable[[], None]) -> None:
         """Claim the directory, and make of state and unit what it says. Raises `JournalInUse`, `ConfigError`, and as
@@ -73,6 +74,7 @@ class DiskJournal:
         self._position = recover(self.directory, kept, unit).position
         self._run = _Run(self._position, self._fail, kept.loads)
         unit.given_up = self._given_up
+        self.has_let_go: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Begin a new log with a snapshot of now, on this event loop. Whoever waits for `complete` waits for that."""
@@ -289,6 +291,7 @@ class DiskJournal:
         del self._run.snapshots[written.number]
         if not self._run.snapshots:
             self._kept.hold_blocks(False)
+            asyncio.get_running_loop().call_soon(self.has_let_go)
         path = self.directory / name_of("snapshot", written.number)
         if status:
             log.error("%s was not written; see above", path)
