@@ -20,7 +20,7 @@ from test_standby import kill, standby_of
 
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations.kv import kv_clear
-from transfer_queue.errors import ConfigError, DataLost
+from transfer_queue.errors import ConfigError, DataLost, ServiceUnavailable
 from transfer_queue.server.journal.files import numbers
 from transfer_queue.storage.engines import engine_class
 
@@ -159,6 +159,35 @@ def test_blocks_of_a_client_that_died_with_the_server_are_deleted(site: Site, st
     assert host.client.stats()["engine_nbytes_used"] == 0
 
 
+def test_rows_that_the_engine_lost_are_lost_in_the_standby_too_and_new_ones_are_not(
+    site: Site, start_host: Start
+) -> None:
+    host = site.host = start_host(**site.settings(), durability="process")
+    standby_of(host.client)
+    lost, kept = put(host, 1.0), put(host, 2.0)
+    next(path for path in site.files.iterdir() if path.name.endswith("-1")).unlink()
+    with pytest.raises(DataLost):
+        found(host, lost)
+    offered = host.client.get_meta(["x"], 2, "p", task_name="t")
+    kill(host.client.stats()["pid"])
+    assert found(host, kept) == [2.0, 2.0]
+    assert offered.indexes.tolist() == kept.indexes.tolist()
+    with pytest.raises(DataLost):
+        found(host, lost)
+    more = put(host, 3.0)
+    assert host.client.get_meta(["x"], 2, "p", task_name="t").indexes.tolist() == more.indexes.tolist()
+
+
+def test_a_directory_that_is_away_for_a_while_loses_no_row(site: Site, start_host: Start) -> None:
+    host = site.host = start_host(**site.settings(), durability="process")
+    meta = put(host, 1.0)
+    away = site.files.rename(site.files.parent / "away")
+    with pytest.raises(ServiceUnavailable, match="is not there"):
+        found(host, meta)
+    away.rename(site.files)
+    assert found(host, meta) == [1.0, 1.0]
+
+
 # a journal
 
 
@@ -279,6 +308,13 @@ def test_some_files_that_are_gone_are_rows_that_are_lost_and_no_others(site: Sit
     with pytest.raises(DataLost):
         found(host, first)
     assert found(host, second) == [2.0, 2.0]
+    next(path for path in site.files.iterdir()).unlink()
+    with pytest.raises(DataLost):
+        found(host, second)
+    host = site.reboot()
+    with pytest.raises(DataLost):
+        found(host, second)
+    assert found(host, put(host, 3.0)) == [3.0, 3.0], "that nothing of before is there was known"
 
 
 def test_a_file_of_a_machine_that_may_lose_power_is_synced_before_the_put_returns(site: Site) -> None:

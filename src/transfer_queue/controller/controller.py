@@ -10,7 +10,7 @@ import numpy as np
 from transfer_queue.controller import hints
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
-from transfer_queue.controller.facts import UnitGivenUp
+from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
 from transfer_queue.controller.group_results import SortedResults, without_refused
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
@@ -585,16 +585,15 @@ class Controller:
         self.restoring.lose(unit)
         self.block_index.lose([number for number in self.block_index.entries if number >> m.UNIT_SHIFT == unit])
 
+    def lose_blocks(self, blocks: Sequence[int]) -> dict[str, int]:
+        """As `lose`, of these alone; how many rows of each partition."""
+        if self.state.ledger is not None:
+            self.state.ledger.note(BlocksGivenUp(list(blocks)))
+        return self.block_index.lose(blocks)
+
     def check_invariants(self) -> None:
         """Tables agree with themselves, and the block index with the tables; tests call this after each event."""
-        self._leases.check_invariants()
-        self._redelivery.check_invariants()
-        self._fetching.steps.check_invariants()
-        self._unreceived.check_invariants()
-        self.staleness.check_invariants()
-        self.locks.check_invariants()
-        self.groups.check_invariants()
-        self.series.check_invariants()
-        for table in self.tables.values():
-            table.check_invariants()
+        owners: list[Any] = [self._leases, self._redelivery, self._fetching.steps, self._unreceived, self.staleness]
+        for owner in [*owners, self.locks, self.groups, self.series, *self.tables.values()]:
+            owner.check_invariants()
         self.block_index.check_invariants(self.tables.values(), self.state.cleared_partitions.blocks())

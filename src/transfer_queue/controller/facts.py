@@ -113,7 +113,13 @@ class UnitGivenUp(Fact, tag=11):
     unit: int
 
 
+class BlocksGivenUp(Fact, tag=12):
+    """See `Controller.lose_blocks`."""
+
+    blocks: list[int]
+
+
 ControllerFact: TypeAlias = (
     Applied | RowsTaken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
-    | CellsGathered | SamplerIs | UnitGivenUp
+    | CellsGathered | SamplerIs | UnitGivenUp | BlocksGivenUp
 )  # fmt: skip

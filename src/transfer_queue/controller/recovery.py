@@ -46,6 +46,7 @@ class Recovery:
             f.StepMarked: self._step_marked,
             f.HeldAgain: self._held_again, f.CellsMoved: self._moved, f.CellsGathered: self._gathered,
             f.SamplerIs: self._sampler_is, f.UnitGivenUp: self._unit_lost,
+            f.BlocksGivenUp: self._blocks_lost,
         }  # fmt: skip
 
     def apply(self, fact: f.ControllerFact) -> None:
@@ -118,6 +119,9 @@ class Recovery:
 
     def _unit_lost(self, fact: f.UnitGivenUp) -> None:
         self._controller.lose(fact.unit)
+
+    def _blocks_lost(self, fact: f.BlocksGivenUp) -> None:
+        self._controller.lose_blocks(fact.blocks)
 
     def _sampler_is(self, fact: f.SamplerIs) -> None:
         self._controller.state.sampler.load_checkpoint(fact.state)

@@ -139,7 +139,7 @@ class EngineBlocks:
         except TransferQueueError as error:
             return error
         if gone:
-            rows = self._controller.block_index.lose(gone)
+            rows = self._controller.lose_blocks(sorted(gone))
             told = ", ".join(f"{count} rows of partition {name!r}" for name, count in sorted(rows.items()))
             log.error("%s lost %d of %d blocks, and with them %s", self.engine.name, len(gone), len(blocks), told)
         return None

@@ -142,6 +142,10 @@ class RecordingController(Controller):
         self.recorder.note(r.UnitLost(unit))
         super().lose(unit)
 
+    def lose_blocks(self, blocks: Sequence[int]) -> dict[str, int]:
+        self.recorder.note(r.BlocksLost(list(blocks)))
+        return super().lose_blocks(blocks)
+
 
 class RecordingMemory(SharedMemory):
     """The standby needs the descriptor of an arena before it hears of a block there."""

@@ -75,6 +75,12 @@ class UnitLost(_Record, tag=8):
     unit: int
 
 
+class BlocksLost(_Record, tag=41):
+    """The storage engine does not have their bytes any more."""
+
+    blocks: list[int]
+
+
 class SamplerHeard(_Record, tag=39):
     """What a foreign sampler answers in the records of this event (`controller.sampler_calls`), and what it remembers
     afterwards."""
@@ -227,7 +233,7 @@ class BlockCopied(_Record, tag=23):
 
 Record: TypeAlias = (
     Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered
-    | UnitHidden | UnitLost | Attached | Detached | Ended
+    | UnitHidden | UnitLost | BlocksLost | Attached | Detached | Ended
     | ArenaOpened | Placed | PlacedInEngine | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | CommitHeld | CommitReleased | CommitDone | Doubted
     | UnitJoined | CommitsResolved | BlockOnDisk | BlockCopied | SamplerHeard

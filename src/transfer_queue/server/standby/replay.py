@@ -181,7 +181,7 @@ class ControllerReplay:
             r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
             r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
             r.Relocated: self._relocated, r.RowsGathered: self._gathered,
-            r.UnitHidden: self._unit_hidden, r.UnitLost: self._unit_lost,
+            r.UnitHidden: self._unit_hidden, r.UnitLost: self._unit_lost, r.BlocksLost: self._blocks_lost,
             r.SamplerHeard: self._sampler_heard,
             r.Ended: self._ended, r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
         }  # fmt: skip
@@ -282,6 +282,10 @@ class ControllerReplay:
     def _unit_lost(self, record: r.UnitLost) -> None:
         self._service.members.remove(record.unit)
         self._controller.lose(record.unit)
+        self._drain()
+
+    def _blocks_lost(self, record: r.BlocksLost) -> None:
+        self._controller.lose_blocks(record.blocks)
         self._drain()
 
     def _unit_joined(self, record: r.UnitJoined) -> None:

@@ -41,7 +41,8 @@ class Files(StorageEngine):
         except ConfigError as error:
             raise ConfigError(f"backend.Files.url: {error}") from error
         self._files, self._root = found.files, found.root
-        self._syncs = bool(settings.get("durable")) and isinstance(self._files, LocalFileSystem)
+        self._is_local = isinstance(self._files, LocalFileSystem)
+        self._syncs = bool(settings.get("durable")) and self._is_local
         if serves:
             try:
                 self._files.makedirs(self._root, exist_ok=True)
@@ -75,6 +76,8 @@ class Files(StorageEngine):
 
     def missing(self, keys: Sequence[str]) -> set[str]:
         self._files.invalidate_cache()
+        if self._is_local and not self._files.isdir(self._root):  # perhaps a mount that is away for a while
+            raise NotADirectoryError(f"{self._root} is not there")
         return {key for key in keys if not self._files.exists(self._path(key))}
 
     def drop(self, keys: Sequence[str]) -> None:
