@@ -31,6 +31,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     UpdateInProgress,
     WrongEpoch,
+    emptied,
     error_from_code,
 )
 from transfer_queue.trace.activity import activity
@@ -294,7 +295,7 @@ class Engine(ABC):
         try:
             yield
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
-            typed = as_typed(error)
+            typed = as_typed(emptied(error))
             if session is not None and session.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER):
                 typed = session.error()
             if not self.outcome.code:
@@ -305,8 +306,11 @@ class Engine(ABC):
             self._ended()
             if not isinstance(typed, ServiceUnavailable):
                 self._report(Deadline(REPORT_S))
-            if not self._records:
-                raise typed from (None if typed is error else error)
+            try:
+                if not self._records:
+                    raise typed from (None if typed is error else error)
+            finally:
+                del typed  # its traceback has this frame: both would stay until a collection
 
     def _report(self, deadline: Deadline) -> None:
         try:

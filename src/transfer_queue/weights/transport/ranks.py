@@ -29,6 +29,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     TransferQueueError,
     error_from_code,
+    kept,
 )
 from transfer_queue.structs import decodable
 from transfer_queue.weights.transport import protocol as p
@@ -203,7 +204,7 @@ class RankMeeting:
             self.turn, self._taking, self._fault = "", set(), None
             for one in self._brought.values():
                 if one.is_open and error is not None:
-                    one.error = error
+                    one.error = kept(error)  # each is raised by another thread
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
