@@ -96,7 +96,7 @@ class TrainerEngine(ABC):
             if isinstance(client, Follower):
                 client.follow(made)
             elif made.info.silent is None:
-                made._num_silent = silent_workers(client)
+                made._num_silent = TimedCall(silent_workers, client).result(deadline)
             else:
                 made._num_silent = made.info.silent
             made._allow(deadline)
@@ -105,7 +105,7 @@ class TrainerEngine(ABC):
             made._allow(None)
             made._hear(None, deadline)
             if made._num_silent and has(client, "get_weight_version"):
-                made._label = str(client.get_weight_version())  # type: ignore[attr-defined]
+                made._label = str(made._call(client.get_weight_version, deadline))  # type: ignore[attr-defined]
         except BaseException:  # an interrupt must not leave its sockets
             made.shutdown()
             raise
@@ -256,7 +256,7 @@ class TrainerEngine(ABC):
         """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
         the first one. Raises what went wrong there."""
         deadline = Deadline(deadline_s)
-        silent = silent_workers(client)
+        silent = TimedCall(silent_workers, client).result(deadline)
         infos = self.catch_up_infos(deadline.left())
         told = {**self.introduction(silent, deadline), "replica": (name := secrets.token_hex(8))}
         self._call(client.init_weight_transfer_engine, deadline, told)
@@ -539,7 +539,8 @@ class TrainerEngine(ABC):
         self._estranged = not self._call_off(draft.version, is_open)
         self._allow(None)
         if is_open is False and self._num_silent:
-            relabel(self._client, UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN)
+            label = UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN
+            TimedCall(relabel, self._client, label, known=self._late).ended(ABORT_S)
         if self._newest.get(draft.label) is not manifest:
             self._withdraw(manifest)
             self._base = earlier
