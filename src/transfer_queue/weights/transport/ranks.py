@@ -34,6 +34,7 @@ from transfer_queue.errors import (
 from transfer_queue.structs import decodable
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.faults import cut_text
 from transfer_queue.weights.version.plans import ShardPlan
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.wire.address import Address
@@ -82,6 +83,10 @@ class Sealed(msgspec.Struct, frozen=True):
 class RankFault(msgspec.Struct, frozen=True):
     code: str
     text: str
+
+    @staticmethod
+    def of(error: TransferQueueError) -> RankFault:
+        return RankFault(error.code, cut_text(str(error)))
 
 
 class _Brought:
