@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import socket
 import threading
@@ -34,6 +35,7 @@ from transfer_queue.weights.http.serving import HttpServer
 from transfer_queue.weights.receive.gate import Gate
 from transfer_queue.weights.receive.pauses import Pauses
 from transfer_queue.weights.transport import protocol, registry
+from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.info import key_of
 from transfer_queue.weights.transport.reports import Reports
 from transfer_queue.weights.transport.shm import Memory, SharedMemoryStore
@@ -279,6 +281,40 @@ def test_a_thread_that_dies_while_it_fetches_ends_the_update(inline: Any, monkey
     assert not client.engine._busy.locked()
     source.seed = 2
     assert trainer.send_weights(deadline_s=20).version in (1, 2)
+
+
+@pytest.mark.parametrize("time_s", [math.inf, math.nan, 1e12, None, "5"])
+def test_a_time_that_nobody_can_wait_for_is_refused_and_harms_nothing(inline: Any, time_s: Any) -> None:
+    _, client, source, trainer = inline
+    for call in (trainer.send_weights, trainer.publish, trainer.remove_adapter, trainer.join):
+        given = {trainer.remove_adapter: ["math"], trainer.join: [client]}.get(call, [])
+        with pytest.raises(InvalidInput, match="give a number of seconds"):
+            call(*given, deadline_s=time_s)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        client.engine.join(timeout_s=time_s)
+    source.seed = 2
+    ticket = trainer.publish(deadline_s=20)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        ticket.result(time_s)
+    assert ticket.result(20).version == 1
+
+
+@pytest.mark.parametrize("time_s", [math.inf, math.nan, 1e12, -1.0])
+def test_an_info_with_a_time_that_nobody_can_wait_for_is_refused(inline: Any, time_s: float) -> None:
+    receiver, client, source, trainer = inline
+    told = {**trainer.introduction(0), "timeout_s": time_s}
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        client.engine.init_transfer_engine(told)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        registry.trainer("tcp").trainer_init({"timeout_s": time_s}, client=client, source=source)
+    silent = registry.engine("tcp")(Receiver(InPlace(Net())), on_fault="record")
+    silent.init_transfer_engine(told)
+    assert silent.outcome.code == InvalidInput.code
+    silent.shutdown()
+    with serve(Control(client.engine, receiver), token=TOKEN) as server, pytest.raises(InvalidInput):
+        WeightSyncClient(server.url, TOKEN).init_weight_transfer_engine({**told, "timeout_s": 1e30})
+    trainer._meet(Deadline(20))
+    assert trainer.send_weights(deadline_s=20).version == 1
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
-from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.deadline import Deadline, checked_s
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
 from transfer_queue.weights.transport.holder import Holder
@@ -111,6 +111,10 @@ class TcpInfo(InitInfo, kw_only=True):
     specs: str = ""
     addresses: tuple[str, ...] = ()
     peers: bool | None = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_s(self.stall_s, 0.0)
 
 
 class TensorStore(VersionStore[list[torch.Tensor]]):

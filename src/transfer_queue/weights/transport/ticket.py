@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import DeadlineExceeded, StaleVersion
-from transfer_queue.weights.transport.deadline import Deadline, held
+from transfer_queue.weights.transport.deadline import Deadline, checked_s, held
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
 from transfer_queue.weights.version.manifest import Manifest
 
@@ -57,7 +57,7 @@ class PublishTicket:
 
     def wait(self, timeout_s: float = LEAVE_S) -> bool:
         """Whether it has ended within that time."""
-        return self._call is not None and self._call.ended(timeout_s)
+        return self._call is not None and self._call.ended(checked_s(timeout_s, 0.0))
 
     def settle(self, deadline: Deadline) -> None:
         """Return once it has ended, well or not; `DeadlineExceeded`."""
@@ -66,7 +66,7 @@ class PublishTicket:
 
     def result(self, timeout_s: float = 3600.0) -> SyncReport:
         """What `send_weights` would have returned, or raised. `DeadlineExceeded` when it is still on its way then."""
-        if self._call is None or not self._call.ended(timeout_s):
+        if self._call is None or not self._call.ended(checked_s(timeout_s, 0.0)):
             raise DeadlineExceeded(f"version {self.version} is still on its way after {timeout_s:g} s")
         return self._call.outcome()
 
