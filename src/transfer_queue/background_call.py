@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from transfer_queue.errors import Aborted, kept
+from transfer_queue.errors import Aborted, emptied, kept
 
 T = TypeVar("T")
 BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
@@ -32,7 +32,8 @@ class BackgroundCall(Generic[T]):
         try:
             found = function(*args)
         except BaseException as error:  # noqa: BLE001 raised again by whoever asks for the result
-            self._error = error
+            # Nobody may ever ask: it is to hold neither what the call worked on nor, by this frame, itself.
+            self._error = emptied(error).with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             return
         with self._lock:
             self._result.append(found)

@@ -63,9 +63,11 @@ a condition named here, the class here derives from RuntimeError as well.
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+MAX_CAUSES = 16  # of one error: they may go in a circle
 
 
 class TransferQueueError(Exception):
@@ -423,3 +425,14 @@ def kept(error: E) -> E:
         return copy.copy(error)
     except TypeError:  # it takes other arguments than it has
         return error.with_traceback(None)
+
+
+def emptied(error: E) -> E:
+    """The error itself: it and what it came from still say which lines they went through, but what the calls that have
+    ended there worked on is let go of. For errors that leave whoever holds much memory: see `kept`."""
+    found: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if found is not None:
+            traceback.clear_frames(found.__traceback__)
+            found = found.__cause__ or found.__context__
+    return error

@@ -282,10 +282,11 @@ def test_ranks_meet_over_nccl(child: Callable[[str], Child]) -> None:
     one = child("""
         import torch, torch.distributed as dist
         from transfer_queue.bridge.ranks import _broadcast
-        from transfer_queue.weights.transport.ranks import meeting_place
+        from transfer_queue.weights.transport.ranks import MeetingPlace, meeting_place
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        print(*meeting_place(0, 1, "10.0.0.1:80", "secret"), flush=True)
+        found = meeting_place(MeetingPlace("10.0.0.1:80", "secret"), 20.0)
+        print(found.address, found.token, flush=True)
         print(_broadcast(torch.arange(3), None).tolist(), flush=True)
         dist.destroy_process_group()
         print("left", flush=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from conftest import until
 from fleets import Server, Source
 from weights import Net, drawn, full, lora, receiver_of, root
@@ -23,13 +28,14 @@ from transfer_queue.errors import (
     TransferQueueError,
     WrongEpoch,
 )
-from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource
+from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource, Swap
 from transfer_queue.weights.fleet import Fleet
-from transfer_queue.weights.http import WeightSyncClient, control_app
+from transfer_queue.weights.http import WeightSyncClient, control_app, serve
 from transfer_queue.weights.http.serving import HttpServer
 from transfer_queue.weights.receive.gate import Gate
 from transfer_queue.weights.receive.pauses import Pauses
 from transfer_queue.weights.transport import protocol, registry
+from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.info import key_of
 from transfer_queue.weights.transport.reports import Reports
 from transfer_queue.weights.transport.shm import Memory, SharedMemoryStore
@@ -275,6 +281,101 @@ def test_a_thread_that_dies_while_it_fetches_ends_the_update(inline: Any, monkey
     assert not client.engine._busy.locked()
     source.seed = 2
     assert trainer.send_weights(deadline_s=20).version in (1, 2)
+
+
+@pytest.mark.parametrize("time_s", [math.inf, math.nan, 1e12, None, "5"])
+def test_a_time_that_nobody_can_wait_for_is_refused_and_harms_nothing(inline: Any, time_s: Any) -> None:
+    _, client, source, trainer = inline
+    for call in (trainer.send_weights, trainer.publish, trainer.remove_adapter, trainer.join):
+        given = {trainer.remove_adapter: ["math"], trainer.join: [client]}.get(call, [])
+        with pytest.raises(InvalidInput, match="give a number of seconds"):
+            call(*given, deadline_s=time_s)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        client.engine.join(timeout_s=time_s)
+    source.seed = 2
+    ticket = trainer.publish(deadline_s=20)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        ticket.result(time_s)
+    assert ticket.result(20).version == 1
+
+
+@pytest.mark.parametrize("time_s", [math.inf, math.nan, 1e12, -1.0])
+def test_an_info_with_a_time_that_nobody_can_wait_for_is_refused(inline: Any, time_s: float) -> None:
+    receiver, client, source, trainer = inline
+    told = {**trainer.introduction(0), "timeout_s": time_s}
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        client.engine.init_transfer_engine(told)
+    with pytest.raises(InvalidInput, match="give a number of seconds"):
+        registry.trainer("tcp").trainer_init({"timeout_s": time_s}, client=client, source=source)
+    silent = registry.engine("tcp")(Receiver(InPlace(Net())), on_fault="record")
+    silent.init_transfer_engine(told)
+    assert silent.outcome.code == InvalidInput.code
+    silent.shutdown()
+    with serve(Control(client.engine, receiver), token=TOKEN) as server, pytest.raises(InvalidInput):
+        WeightSyncClient(server.url, TOKEN).init_weight_transfer_engine({**told, "timeout_s": 1e30})
+    trainer._meet(Deadline(20))
+    assert trainer.send_weights(deadline_s=20).version == 1
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """What is not let go of stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Refusing(Swap):
+    """Refuses every version, and notes what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(Net())
+        self.given: list[weakref.ref[torch.Tensor]] = []
+
+    def prepare(self, staged: dict[str, torch.Tensor]) -> Any:
+        self.given += [weakref.ref(tensor) for tensor in staged.values()]
+        raise RuntimeError("no memory on the device")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("way", ["raise", "record", "http"])
+@pytest.mark.usefixtures("uncollected")
+def test_what_an_update_staged_that_failed_is_let_go_of_without_a_collection(kind: str, way: str) -> None:
+    target = Refusing()
+    engine = registry.engine(kind)(Receiver(target), on_fault="record" if way == "record" else "raise")
+    server = serve(Control(engine, engine.receiver), token=TOKEN) if way == "http" else None
+    client = Inline(engine) if server is None else WeightSyncClient(server.url, TOKEN)
+    info = {"timeout_s": 20.0, "silent": int(way == "record")}
+    trainer = registry.trainer(kind).trainer_init(info, client=client, source=Source())
+    for _ in range(3):
+        with suppress(InternalError):
+            trainer.send_weights(deadline_s=20)
+    assert len(target.given) == 3 * len(Net().state_dict())
+    until(lambda: not any(one() is not None for one in target.given), "nothing to be left of them")
+    trainer.shutdown()
+    if server is not None:
+        server.close()
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_a_version_whose_update_failed_is_let_go_of_before_its_ticket() -> None:
+    engine = registry.engine("tcp")(Receiver(InPlace(Net())))
+    client = Inline(engine)
+    trainer = registry.trainer("tcp").trainer_init({"anchor_every": 2}, client=client, source=Source())
+    client.gate.clear()
+    ticket = trainer.publish(deadline_s=20)
+    packed = weakref.ref(trainer.store.contents()[0][0])
+    assert client.at.wait(20)
+    client.engine = None
+    client.gate.set()
+    assert ticket.wait(20)
+    until(lambda: packed() is None, "nothing to be left of it")
+    with pytest.raises(AttributeError):
+        ticket.result(0)
+    trainer.shutdown()
+    engine.shutdown()
 
 
 def test_a_join_after_an_interrupted_one_installs_the_newest(inline: Any, monkeypatch: pytest.MonkeyPatch) -> None:

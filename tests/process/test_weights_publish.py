@@ -67,6 +67,11 @@ class Site:
             self.model.first.weight[number, 0] += 1
         return copy_of(self.model)
 
+    def num_packed(self) -> int:
+        """How many versions are there for receivers."""
+        trainer = self.trainer
+        return len(list(trainer.root.glob("v*"))) if hasattr(trainer, "root") else len(trainer.store.contents())
+
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(weights)
 
@@ -107,6 +112,24 @@ def test_a_version_that_nobody_has_taken_gives_way_to_the_next(site: Site) -> No
     assert same(copy_of(site.served), newest)
     site.train(4)
     assert site.trainer.send_weights(deadline_s=30).version == 4
+
+
+def test_a_version_that_is_superseded_is_let_go_of_at_once(site: Site) -> None:
+    """While another one is on its way, however long that takes."""
+    site.train(1)
+    first = site.trainer.publish(deadline_s=60)
+    assert site.client.entered.wait(30)
+    waiting = [site.trainer.publish(deadline_s=60)]
+    for seed in range(2, 6):
+        site.train(seed)
+        waiting.append(site.trainer.publish(deadline_s=60))
+        assert site.num_packed() == 2
+        with pytest.raises(StaleVersion, match="superseded"):
+            waiting[-2].result(20)
+        assert waiting[-2]._packed is None
+    assert not first.done
+    site.client.open.set()
+    assert waiting[-1].result(30).version == 6
 
 
 def test_what_ends_the_update_is_raised_by_the_ticket_and_the_next_is_good(site: Site) -> None:

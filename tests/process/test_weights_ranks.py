@@ -350,6 +350,48 @@ def test_ranks_meet_at_an_address_that_they_are_given(site: Site, child: Callabl
     assert live.weight[:, 0].tolist() == [0, 0, 1, 1]
 
 
+def meeting(child: Callable[[str], Child], timeout_s: float) -> list[Child]:
+    """Two ranks of a process group: at each line they meet, rank 0 without a client."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    code = """
+        import os, sys, torch
+        import torch.distributed as dist
+        from transfer_queue.weights import StateDictSource
+        from transfer_queue.weights.transport import registry
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+        dist.init_process_group("gloo", rank={rank}, world_size=2)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            info = {{"rank": {rank}, "world": 2, "timeout_s": {timeout_s}}}
+            try:
+                registry.trainer("tcp").trainer_init(info, client=None, source=StateDictSource({{}}))
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+        os._exit(0)  # a broadcast that was given up may go on for as long as the group does
+    """
+    ranks = [child(code.format(rank=rank, port=port, timeout_s=timeout_s)) for rank in range(2)]
+    assert [one.line() for one in ranks] == ["ready"] * 2
+    return ranks
+
+
+def test_what_keeps_rank_0_from_meeting_is_raised_by_all_ranks(child: Callable[[str], Child]) -> None:
+    ranks = meeting(child, 60)
+    for _ in range(2):
+        for one in ranks:
+            one.say("meet")
+        assert ranks[0].line() == "InvalidInput rank 0 needs a client for the receivers"
+        assert ranks[1].line() == "InvalidInput rank 0: rank 0 needs a client for the receivers"
+    assert [one.finish() for one in ranks] == ["", ""]
+
+
+def test_a_rank_waits_for_rank_0_until_its_time_is_over(child: Callable[[str], Child]) -> None:
+    ranks = meeting(child, 0.5)
+    ranks[1].say("meet")
+    assert ranks[1].line().startswith("DeadlineExceeded the ranks did not all come to meet")
+    assert [one.finish() for one in ranks] == ["", ""]
+
+
 @pytest.mark.parametrize("info", [{"rank": 2}, {"rank": -1}, {"meet": "tcp:127.0.0.1:1"}])
 def test_settings_of_ranks_that_make_no_sense_are_refused(info: dict[str, Any]) -> None:
     source = StateDictSource({"weight": torch.empty(2)})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 import re
+import traceback
+import weakref
 
 import pytest
 
 from transfer_queue import errors
-from transfer_queue.errors import InternalError, TransferQueueError, error_from_code, kept
+from transfer_queue.errors import InternalError, TransferQueueError, emptied, error_from_code, kept
 
 
 def tree(root: type[TransferQueueError] = TransferQueueError) -> list[type[TransferQueueError]]:
@@ -65,6 +67,31 @@ def test_an_error_is_kept_without_what_it_went_through(cls: type[TransferQueueEr
     assert (found.args, vars(found)) == (raised.value.args, vars(raised.value))
     assert found.__traceback__ is None
     assert raised.value.__traceback__ is not None
+
+
+def test_an_emptied_error_says_where_it_was_and_holds_nothing() -> None:
+    class Large:
+        pass
+
+    held: list[weakref.ref[Large]] = []
+
+    def lost() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise OSError("no room")
+
+    def translated() -> None:
+        try:
+            lost()
+        except OSError as error:
+            raise InternalError("text") from error
+
+    with pytest.raises(InternalError) as raised:
+        translated()
+    assert held[0]() is not None
+    assert emptied(raised.value) is raised.value
+    assert held[0]() is None
+    assert "in lost" in "".join(traceback.format_exception(raised.value))
 
 
 def test_an_error_that_cannot_be_copied_is_kept_itself() -> None:

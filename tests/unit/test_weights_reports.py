@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, UnknownTensor, VersionGone
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InternalError,
+    ServiceUnavailable,
+    TransferQueueError,
+    UnknownTensor,
+    VersionGone,
+)
 from transfer_queue.weights import InPlace, Receiver, StateDictSource
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.base import Engine
+from transfer_queue.weights.transport.ranks import RankFault
 from transfer_queue.weights.transport.trainer import TrainerEngine
 
 TRANSPORTS = ["shm", "tcp", "disk"]
@@ -114,6 +122,23 @@ def test_faults_of_any_replica_reach_the_trainer(group: Group) -> None:
     del group.engines[0].receiver._target._module.more  # type: ignore[attr-defined]
     assert group.send(4.0) == 3
     assert [value(engine) for engine in group.engines] == [4.0, 4.0]
+
+
+def test_a_fault_whose_text_is_too_long_for_a_message_is_heard(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(staged: Any) -> Any:
+        raise RuntimeError("the reason " + "x" * 100_000 + "\udcff the end")
+
+    monkeypatch.setattr(group.engines[0].receiver._target, "prepare", refuse)
+    with pytest.raises(InternalError, match=r"the reason x+ \.\.\. \d+ characters \.\.\. x+.* the end") as raised:
+        group.send(3.0)
+    assert len(str(raised.value)) < 5000
+
+
+def test_what_a_rank_or_a_server_says_of_a_fault_fits_into_a_message() -> None:
+    error = InternalError("begin " + "x" * 100_000 + " end")
+    fault = RankFault.of(error)
+    assert (len(fault.text) < 5000, fault.text[:7], fault.text[-5:]) == (True, "begin x", "x end")
+    assert RankFault.of(InternalError("short")).text == "short"
 
 
 def test_a_replica_that_does_not_report_is_waited_for_until_the_deadline(group: Group) -> None:

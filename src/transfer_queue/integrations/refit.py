@@ -39,7 +39,7 @@ from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.receive.update_session import SessionKey, UpdateEnd, UpdateSession
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.faults import as_typed, cut_text, system_faults
 from transfer_queue.weights.transport.fetching import Source, fetch
 from transfer_queue.weights.transport.info import Outcome, key_of
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
@@ -275,7 +275,7 @@ class Taker:
         if isinstance(error, ServiceUnavailable):
             return
         with contextlib.suppress(TransferQueueError), contextlib.closing(p.Peer(self._address, REPORT_S)) as peer:
-            peer.ask(report(Outcome(self.rank, code=error.code, text=str(error))), REPORT_S)
+            peer.ask(report(Outcome(self.rank, code=error.code, text=cut_text(str(error)))), REPORT_S)
 
 
 def report(outcome: Outcome) -> p.OutcomeMessage:

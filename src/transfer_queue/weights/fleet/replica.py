@@ -22,7 +22,7 @@ from transfer_queue.weights.receive.status import ServerStatus
 from transfer_queue.weights.transport.clients import Member as Member
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
-from transfer_queue.weights.transport.reports import UNKNOWN, relabel, silent_workers
+from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 
@@ -119,9 +119,11 @@ class Replica:
         return self._call is not None and not self._call.ended(0.0)
 
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
-        """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over."""
+        """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over. Once the
+        deadline passed, nothing is called any more."""
         if self.is_waited_for:
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
+        deadline.left(f"{method} of {self.name}")  # a call that comes late does harm: others have gone on
         self._call = TimedCall(getattr(self.member, method), *args)
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
         self._session = None
@@ -147,7 +149,8 @@ class Replica:
             raise as_typed(error) from None
 
     def _meet(self, publisher: TrainerEngine, deadline: Deadline, init_info: dict[str, Any] | None) -> Serving:
-        self.silent = silent_workers(self.member)
+        has_silent = has(self.member, "silent_workers")
+        self.silent = int(self.call("silent_workers", deadline=deadline)) if has_silent else 0
         told = publisher.introduction(self.silent, deadline) if init_info is None else init_info
         info = {**told, **publisher.reports.info(self.silent), "replica": self.name}
         publisher.reports.forget(self.name)

@@ -31,6 +31,7 @@ from transfer_queue.errors import (
     TransferQueueError,
     UpdateInProgress,
     WrongEpoch,
+    emptied,
     error_from_code,
 )
 from transfer_queue.trace.activity import activity
@@ -38,7 +39,7 @@ from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, run_of
 from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.faults import as_typed, cut_text, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, describe, key_of, parse
 from transfer_queue.weights.transport.protocol import address_of
@@ -294,19 +295,23 @@ class Engine(ABC):
         try:
             yield
         except Exception as error:  # noqa: BLE001 where faults are recorded nothing may leave
-            typed = as_typed(error)
+            typed = as_typed(emptied(error))
             if session is not None and session.end in (UpdateEnd.ABORTED, UpdateEnd.TAKEN_OVER):
                 typed = session.error()
+            text = cut_text(str(typed))
             if not self.outcome.code:
-                log.warning("rank %s: %s", self.rank, str(typed))  # records that are kept would keep staged memory
-            self.outcome = replace(self.outcome, code=typed.code, text=str(typed))
+                log.warning("rank %s: %s", self.rank, text)  # records that are kept would keep staged memory
+            self.outcome = replace(self.outcome, code=typed.code, text=text)
             if not isinstance(typed, UpdateInProgress):
-                self.receiver.end(str(typed), failed=True, only=session)
+                self.receiver.end(text, failed=True, only=session)
             self._ended()
             if not isinstance(typed, ServiceUnavailable):
                 self._report(Deadline(REPORT_S))
-            if not self._records:
-                raise typed from (None if typed is error else error)
+            try:
+                if not self._records:
+                    raise typed from (None if typed is error else error)
+            finally:
+                del typed  # its traceback has this frame: both would stay until a collection
 
     def _report(self, deadline: Deadline) -> None:
         try:

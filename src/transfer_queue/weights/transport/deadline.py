@@ -6,19 +6,28 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, TypeVar
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.errors import DeadlineExceeded, InvalidInput
 
 T = TypeVar("T")
+MOST_S = 1e6  # poll(2) counts milliseconds in 31 bits
+
+
+def checked_s(timeout_s: Any, least_s: float = -MOST_S) -> float:
+    """A time in seconds that somebody gave; `InvalidInput` for what locks, threads and sockets could not wait for."""
+    if isinstance(timeout_s, Real) and least_s <= float(timeout_s) <= MOST_S:
+        return float(timeout_s)
+    raise InvalidInput(f"a time of {timeout_s!r} s: give a number of seconds, {MOST_S:.0f} (11 days) at most")
 
 
 class Deadline:
-    """A moment, `timeout_s` from now."""
+    """A moment, `timeout_s` from now (`InvalidInput`: see `checked_s`)."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._end = time.monotonic() + timeout_s
+        self._end = time.monotonic() + checked_s(timeout_s)
 
     def left(self, what: str = "the update") -> float:
         """Seconds until then, more than 0. `DeadlineExceeded` once it passed."""

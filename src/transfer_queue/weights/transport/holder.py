@@ -221,7 +221,7 @@ class Holder:
         self._base = HeldBase(draft.anchor, sealed.whole_key, sealed.whole_first)
 
     def _tell(self, turn: str, error: TransferQueueError, deadline: Deadline) -> None:
-        fault = msgspec.json.encode(RankFault(error.code, str(error)))
+        fault = msgspec.json.encode(RankFault.of(error))
         try:
             self._link.bring("failed", turn, fault, deadline)
         except TransferQueueError:

@@ -11,6 +11,7 @@ import msgspec
 from transfer_queue.errors import InvalidInput
 from transfer_queue.structs import decodable
 from transfer_queue.trace.activity import Activity
+from transfer_queue.weights.transport.deadline import checked_s
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES
 
@@ -32,6 +33,9 @@ class InitInfo(msgspec.Struct, kw_only=True):
     report_to: str = ""
     report_token: str = ""
 
+    def __post_init__(self) -> None:
+        checked_s(self.timeout_s, 0.0)
+
 
 class UpdateInfo(msgspec.Struct, kw_only=True):
     """Which version, of which run (one that was not introduced last is refused), and how long the update may take.
@@ -44,6 +48,9 @@ class UpdateInfo(msgspec.Struct, kw_only=True):
     timeout_s: float = 300.0
     abort: bool = False
     newest: bool = False
+
+    def __post_init__(self) -> None:
+        checked_s(self.timeout_s, 0.0)
 
 
 class TrainerInfo(msgspec.Struct, kw_only=True):
@@ -63,6 +70,9 @@ class TrainerInfo(msgspec.Struct, kw_only=True):
     silent: int | None = None
     report_host: str = "127.0.0.1"
     caches: Literal["clear", "keep"] = "clear"
+
+    def __post_init__(self) -> None:
+        checked_s(self.timeout_s, 0.0)
 
 
 @decodable

@@ -13,7 +13,7 @@ import msgspec
 
 from transfer_queue.errors import AccessDenied, InvalidInput, ProtocolError, TransferQueueError, VersionGone
 from transfer_queue.weights.transport import protocol as p
-from transfer_queue.weights.transport.faults import as_typed
+from transfer_queue.weights.transport.faults import as_typed, cut_text
 from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.ranks import MAX_NBYTES as MAX_TABLE_NBYTES
 from transfer_queue.weights.transport.ranks import RankMeeting
@@ -191,7 +191,7 @@ class _Visit:
             raise
         except Exception as error:  # noqa: BLE001 the peer is told, and goes elsewhere
             typed = as_typed(error)
-            self.stream.send(m.Failed(0, typed.code, str(typed)), SEND_TIMEOUT_S)
+            self.stream.send(m.Failed(0, typed.code, cut_text(str(typed))), SEND_TIMEOUT_S)
             return 0
         try:
             self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)

@@ -11,25 +11,37 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError
+from transfer_queue.errors import Aborted, DigestMismatch, InvalidInput, TransferQueueError
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
-from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.faults import system_faults
+from transfer_queue.weights.transport.deadline import Deadline, checked_s
+from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.peers import Sharing
 from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncReport
-from transfer_queue.weights.transport.ranks import GIVE_WHOLE, Planned, RankMeeting, RankOffer, Sealed, meeting_place
+from transfer_queue.weights.transport.ranks import (
+    BEYOND_S,
+    GIVE_WHOLE,
+    MeetingPlace,
+    Planned,
+    RankFault,
+    RankMeeting,
+    RankOffer,
+    Sealed,
+    check_group,
+    meeting_place,
+)
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.tracker import UPLOADS, Tracker
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
@@ -100,6 +112,10 @@ class TcpInfo(InitInfo, kw_only=True):
     addresses: tuple[str, ...] = ()
     peers: bool | None = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_s(self.stall_s, 0.0)
+
 
 class TensorStore(VersionStore[list[torch.Tensor]]):
     """The newest versions, packed, in this process's memory."""
@@ -116,7 +132,6 @@ class TensorStore(VersionStore[list[torch.Tensor]]):
 
 class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
-    _have_met = False  # the other ranks
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
@@ -146,16 +161,30 @@ class TcpTrainer(TrainerEngine):
             raise InvalidInput(f"rank {info.rank} of {info.world}")
         if info.world > 1 and bool(info.meet) != bool(info.token):
             raise InvalidInput("several ranks: give `meet` and `token` on every rank, or neither on any")
+        over_group = info.world > 1 and not info.meet
+        if over_group:
+            check_group(info.rank, info.world)
+        place, deadline = MeetingPlace(info.meet, info.token), Deadline(info.timeout_s)
         if info.rank:
-            meet, token = info.meet, info.token
-            if not (meet and token):
-                meet, token = meeting_place(info.rank, info.world, "", "")
-            holder = Holder(info, meet, token, source)
+            if over_group:
+                place = meeting_place(place, info.timeout_s + BEYOND_S)  # rank 0 may need all of its time
+            holder = Holder(info, place.address, place.token, source)
             holder.meet()
             return holder
-        if client is None:
-            raise InvalidInput("rank 0 needs a client for the receivers")
-        return super().trainer_init(init_info, client=client, source=source)
+        made: TcpTrainer | None = None
+        try:
+            if client is None:
+                raise InvalidInput("rank 0 needs a client for the receivers")
+            made = super().trainer_init(init_info, client=client, source=source)
+            if over_group:
+                meeting_place(MeetingPlace(made.address, made.token), deadline.left())
+        except BaseException as error:  # an interrupt too: the others wait for what is told here
+            if made is not None:
+                made.shutdown()
+            elif over_group:
+                _tell_fault(error)
+            raise
+        return made
 
     def receivers_info(self) -> dict[str, Any]:
         peers = False if self._tracker is None else self.info.peers
@@ -169,12 +198,6 @@ class TcpTrainer(TrainerEngine):
     def num_served_nbytes(self) -> int:
         """Bytes of buckets that receivers have fetched from this rank."""
         return self._server.num_served_nbytes
-
-    def _meet(self, deadline: Deadline) -> None:
-        if self._ranks is not None and not self._have_met and not (self.info.meet and self.info.token):
-            meeting_place(0, self.info.world, self.address, self.token)
-        self._have_met = True
-        super()._meet(deadline)
 
     def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
         if self._ranks is None:
@@ -295,6 +318,13 @@ class TcpTrainer(TrainerEngine):
         if self._tracker is not None:
             self._tracker.close()
         self._server.close()
+
+
+def _tell_fault(error: BaseException) -> None:
+    """Have the other ranks raise what ended rank 0 before they met."""
+    typed = as_typed(error) if isinstance(error, Exception) else Aborted("rank 0 was interrupted")
+    with suppress(TransferQueueError):  # the fault that led here is the one to raise
+        meeting_place(MeetingPlace(fault=RankFault.of(typed)), TELL_S)
 
 
 def _firsts(manifest: Manifest, world: int) -> list[int]:

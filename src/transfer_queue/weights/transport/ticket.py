@@ -1,23 +1,49 @@
-"""A version that was packed and is on its way to the receivers, while its trainer goes on."""
+"""A version that was packed and is on its way to the receivers, or waits for that, while its trainer goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded
-from transfer_queue.weights.transport.deadline import Deadline
-from transfer_queue.weights.transport.pending import SyncReport
+from transfer_queue.errors import DeadlineExceeded, StaleVersion
+from transfer_queue.weights.transport.deadline import Deadline, checked_s, held
+from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
+from transfer_queue.weights.version.manifest import Manifest
 
 LEAVE_S = 600.0  # every update has a deadline
+LOOK_S = 0.1  # until a version that waits for its turn looks whether it gave way: a lock is not waited for by two ways
+
+
+class PackedVersion(NamedTuple):
+    """What `publish` has packed, and where it is given."""
+
+    draft: PendingVersion
+    manifest: Manifest
 
 
 class PublishTicket:
     """What `publish` returns. The weights may change; the update ends by its deadline, whether anybody asks or not."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, packed: PackedVersion | None = None) -> None:
         self.version = version
+        self._packed = packed  # until somebody took it
+        self._lock = threading.Lock()
         self._call: BackgroundCall[SyncReport] | None = None
+
+    def take(self) -> PackedVersion | None:
+        """What was packed, for who asks first: to bring it to the receivers, or to let go of it."""
+        with self._lock:
+            found, self._packed = self._packed, None
+        return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody took what was packed yet."""
+        return self._packed is not None
 
     def start(self, function: Callable[[], SyncReport]) -> PublishTicket:
         """Have this go on in a thread of its own."""
@@ -31,7 +57,7 @@ class PublishTicket:
 
     def wait(self, timeout_s: float = LEAVE_S) -> bool:
         """Whether it has ended within that time."""
-        return self._call is not None and self._call.ended(timeout_s)
+        return self._call is not None and self._call.ended(checked_s(timeout_s, 0.0))
 
     def settle(self, deadline: Deadline) -> None:
         """Return once it has ended, well or not; `DeadlineExceeded`."""
@@ -40,6 +66,50 @@ class PublishTicket:
 
     def result(self, timeout_s: float = 3600.0) -> SyncReport:
         """What `send_weights` would have returned, or raised. `DeadlineExceeded` when it is still on its way then."""
-        if self._call is None or not self._call.ended(timeout_s):
+        if self._call is None or not self._call.ended(checked_s(timeout_s, 0.0)):
             raise DeadlineExceeded(f"version {self.version} is still on its way after {timeout_s:g} s")
         return self._call.outcome()
+
+
+class UpdateTurns:
+    """Whose version is on its way: one at a time, and at most one that was published waits for its turn."""
+
+    def __init__(self) -> None:
+        self._busy = threading.RLock()
+        self._tickets: list[PublishTicket] = []  # that have not ended
+
+    @contextmanager
+    def turn(self, deadline: Deadline, ticket: PublishTicket | None = None) -> Iterator[None]:
+        """Within, no other version is on its way. `ticket`: of the one that waits; `StaleVersion` once it gave way."""
+        left_s, limit_s = deadline.left(), math.inf if ticket is None else LOOK_S
+        while ticket is None or ticket.waits:
+            with held(self._busy, min(left_s, limit_s)) as is_held:
+                if is_held:
+                    yield
+                    return
+            left_s = deadline.left("another version, which was on its way,")
+        raise gave_way(ticket.version)
+
+    def is_on_its_way(self, version: int) -> bool:
+        return any(one.version == version and not one.done for one in self._tickets)
+
+    def add(self, ticket: PublishTicket) -> None:
+        self._tickets = [one for one in self._tickets if not one.done] + [ticket]
+
+    def waiting(self) -> list[PackedVersion]:
+        """What waits for its turn, which it does not get any more."""
+        return [packed for one in self._tickets if (packed := one.take()) is not None]
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return once all that was published has ended; `DeadlineExceeded`."""
+        for ticket in self._tickets:
+            ticket.settle(deadline)
+
+    def end(self) -> None:
+        """Wait for what is on its way, whose deadlines end it."""
+        for ticket in self._tickets:
+            ticket.wait()
+
+
+def gave_way(version: int) -> StaleVersion:
+    return StaleVersion(f"version {version} was superseded before anybody took it")

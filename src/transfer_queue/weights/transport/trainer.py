@@ -33,13 +33,13 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.clients import Client, Follower, Partial
-from transfer_queue.weights.transport.deadline import Deadline, TimedCall, held
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
-from transfer_queue.weights.transport.ticket import PublishTicket
+from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns, gave_way
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
@@ -73,11 +73,9 @@ class TrainerEngine(ABC):
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
-        self._busy = threading.RLock()  # one update at a time
+        self._turns = UpdateTurns()
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
         self._in_turn = info.anchor_every > 1  # a version is packed when the one before is not on its way any more
-        self._waiting: PublishTicket | None = None  # a version that was packed while another one was on its way
-        self._tickets: list[PublishTicket] = []  # that have not ended
         self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = 0
@@ -98,7 +96,7 @@ class TrainerEngine(ABC):
             if isinstance(client, Follower):
                 client.follow(made)
             elif made.info.silent is None:
-                made._num_silent = silent_workers(client)
+                made._num_silent = TimedCall(silent_workers, client).result(deadline)
             else:
                 made._num_silent = made.info.silent
             made._allow(deadline)
@@ -107,7 +105,7 @@ class TrainerEngine(ABC):
             made._allow(None)
             made._hear(None, deadline)
             if made._num_silent and has(client, "get_weight_version"):
-                made._label = str(client.get_weight_version())  # type: ignore[attr-defined]
+                made._label = str(made._call(client.get_weight_version, deadline))  # type: ignore[attr-defined]
         except BaseException:  # an interrupt must not leave its sockets
             made.shutdown()
             raise
@@ -123,7 +121,7 @@ class TrainerEngine(ABC):
         """
         deadline = Deadline(deadline_s)
         self._settle(deadline)
-        with self._turn(deadline), self._concluding():
+        with self._turns.turn(deadline), self._concluding():
             draft = self._drafted(version, full)
             report = self._send_to_all(draft, deadline)
             self._conclude(report)
@@ -147,10 +145,10 @@ class TrainerEngine(ABC):
         """Pack the weights as they are now, as `version`, and have a thread bring them to every receiver.
 
         Returns when they are packed: then they may change. One version is on its way at a time. The next one waits
-        for it, packed; when yet another is published meanwhile, that takes its place, and the ticket of the one that
-        nobody has taken raises `StaleVersion`. With differences (`anchor_every`) the next one is packed only then, for
-        what receivers lack is not known before; nor do several ranks, each of which has to call it, go ahead. Raises
-        what packing raises. `NotSupported` where the weights themselves are sent (collective, cuda_ipc).
+        for it, packed; when yet another is published meanwhile, it is let go of before that is packed, and its ticket
+        raises `StaleVersion`: there are at most two. With differences (`anchor_every`) the next one is packed only
+        then, for what receivers lack is not known before; nor do several ranks, each of which has to call it, go ahead.
+        Raises what packing raises. `NotSupported` where the weights themselves are sent (collective, cuda_ipc).
         """
         if not self._can_publish:
             raise NotSupported("published versions are packed before they are sent: send_weights")
@@ -158,41 +156,39 @@ class TrainerEngine(ABC):
         self._settle(deadline)
         with self._concluding(), self._packing:
             draft = self._drafted(version)
-            if any(one.version == draft.version and not one.done for one in self._tickets):
+            if self._turns.is_on_its_way(draft.version):
                 raise StaleVersion(f"version {draft.version} is on its way")
-            manifest = self._pack(draft, deadline)
-            ticket = self._waiting = PublishTicket(draft.version)
-        self._tickets = [one for one in self._tickets if not one.done] + [ticket]
-        return ticket.start(lambda: self._bring_ticket(ticket, draft, manifest, deadline))
+            self._give_way()
+            ticket = PublishTicket(draft.version, PackedVersion(draft, self._pack(draft, deadline)))
+        self._turns.add(ticket)
+        del draft  # the ticket has it, until another one is packed
+        return ticket.start(lambda: self._bring_ticket(ticket, deadline))
 
-    def _bring_ticket(
-        self, ticket: PublishTicket, draft: PendingVersion, manifest: Manifest, deadline: Deadline
-    ) -> SyncReport:
+    def _give_way(self) -> None:
+        """Let go of what waits: with what is on its way, and another one, there would be three."""
+        for packed in self._turns.waiting():
+            self._withdraw(packed.manifest)
+
+    def _bring_ticket(self, ticket: PublishTicket, deadline: Deadline) -> SyncReport:
+        packed: PackedVersion | None = None
         with self._concluding():
             try:
-                with self._turn(deadline):
-                    if self._waiting is not ticket or draft.version <= self._taken.get("", 0):
-                        raise StaleVersion(f"version {draft.version} was superseded before anybody took it")
-                    self._waiting = None
-                    report = self._send_to_all(draft, deadline, manifest)
+                with self._turns.turn(deadline, ticket):
+                    packed = ticket.take()
+                    if packed is None or ticket.version <= self._taken.get("", 0):
+                        raise gave_way(ticket.version)
+                    report = self._send_to_all(packed.draft, deadline, packed.manifest)
             except BaseException:  # an interrupt must not keep its memory
-                if self._newest.get("") is not manifest:
-                    self._withdraw(manifest)
+                packed = packed or ticket.take()
+                if packed is not None and self._newest.get("") is not packed.manifest:
+                    self._withdraw(packed.manifest)
                 raise
             self._conclude(report)
             return report
 
     def _settle(self, deadline: Deadline) -> None:
-        for ticket in self._tickets if self._in_turn else ():
-            ticket.settle(deadline)
-
-    @contextmanager
-    def _turn(self, deadline: Deadline) -> Iterator[None]:
-        """Within, no other version is on its way."""
-        with held(self._busy, deadline.left()) as is_held:
-            if not is_held:
-                raise DeadlineExceeded("another version was on its way until the deadline")
-            yield
+        if self._in_turn:
+            self._turns.settle(deadline)
 
     @contextmanager
     def _concluding(self) -> Iterator[None]:
@@ -238,9 +234,7 @@ class TrainerEngine(ABC):
         Waits for a version that is being sent. `VersionGone` when there is none; `DeadlineExceeded`.
         """
         deadline = Deadline(timeout_s)
-        with held(self._busy, timeout_s) as is_held:
-            if not is_held:
-                raise DeadlineExceeded(f"another version was being sent for {timeout_s} s")
+        with self._turns.turn(deadline):
             return self._infos(deadline)
 
     def _infos(self, deadline: Deadline) -> list[dict[str, Any]]:
@@ -262,7 +256,7 @@ class TrainerEngine(ABC):
         """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
         the first one. Raises what went wrong there."""
         deadline = Deadline(deadline_s)
-        silent = silent_workers(client)
+        silent = TimedCall(silent_workers, client).result(deadline)
         infos = self.catch_up_infos(deadline.left())
         told = {**self.introduction(silent, deadline), "replica": (name := secrets.token_hex(8))}
         self._call(client.init_weight_transfer_engine, deadline, told)
@@ -284,8 +278,7 @@ class TrainerEngine(ABC):
 
     def shutdown(self) -> None:
         """Free what the transport holds, once what is on its way ended. Receivers keep their weights. Repeatable."""
-        for ticket in self._tickets:
-            ticket.wait()
+        self._turns.end()
         self._base = None
         self._close()
         self.reports.close()
@@ -383,7 +376,7 @@ class TrainerEngine(ABC):
         label, deadline = adapter.label, Deadline(deadline_s)
         if not 0 < len(label) <= MAX_LABEL:
             raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
-        with self._turn(deadline):
+        with self._turns.turn(deadline):
             if for_base and self._root is None:
                 raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
             adapter = adapter._replace(base_root=self._root if for_base else None)
@@ -546,7 +539,8 @@ class TrainerEngine(ABC):
         self._estranged = not self._call_off(draft.version, is_open)
         self._allow(None)
         if is_open is False and self._num_silent:
-            relabel(self._client, UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN)
+            label = UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN
+            TimedCall(relabel, self._client, label, known=self._late).ended(ABORT_S)
         if self._newest.get(draft.label) is not manifest:
             self._withdraw(manifest)
             self._base = earlier
