@@ -239,13 +239,15 @@ class Control:
         self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
     ) -> None:
         """See `Generation.pause`; blocks until nothing runs. `owner`: the run that the pause is for. It ends when
-        another run takes over, or after `lease_s`; without them only by `resume_generation`."""
+        another run takes over, or after `lease_s`; without them only by `resume_generation`. Owners do not end each
+        other's."""
         pauses = self._generating()
         self._receiver.expect_not_over(owner)
         pauses.pause(mode, clear_cache, owner, lease_s)
 
-    def resume_generation(self) -> None:
-        self._generating().resume()
+    def resume_generation(self, owner: str | None = None) -> None:
+        """Generate again. With an `owner` only that one's pause ends, and the others last."""
+        self._generating().resume(owner)
 
     def is_paused(self) -> bool:
         return self._generating().is_paused()

@@ -248,8 +248,9 @@ class WeightSyncClient(Partial):
         query |= {"lease_s": str(lease_s)} if lease_s is not None else {}
         self._post("/pause?" + urlencode(query))
 
-    def resume_generation(self) -> None:
-        self._post("/resume")
+    def resume_generation(self, owner: str | None = None) -> None:
+        """`owner`: see `Control`; vLLM's servers ignore it."""
+        self._post("/resume" if owner is None else "/resume?" + urlencode({"owner": owner}))
 
     def is_paused(self) -> bool:
         """Whether all are."""

@@ -210,8 +210,8 @@ class _Routes:
         await self._control.pause_generation(mode, clear_cache, query.get("owner", ""), lease_s)
         return {"status": "paused"}
 
-    async def resume(self, _request: Request, _data: bytes) -> Answer:
-        await self._control.resume_generation()
+    async def resume(self, request: Request, _data: bytes) -> Answer:
+        await self._control.resume_generation(request.query_params.get("owner"))
         return {"status": "resumed"}
 
     async def is_paused(self, _request: Request) -> Answer:
