@@ -31,9 +31,10 @@ from transfer_queue.errors import (
     TransferQueueError,
     UpdateInProgress,
 )
-from transfer_queue.weights import Control
+from transfer_queue.weights import Control, Gate, ModuleSource
 from transfer_queue.weights.http import WeightSyncClient, bodies, serve, serving
 from transfer_queue.weights.http import server as routes
+from transfer_queue.weights.transport import registry
 
 SERVER = "import sys; sys.path.insert(0, 'tests/helpers'); import weights_inline; weights_inline.main()"
 
@@ -238,6 +239,35 @@ def test_connections_that_say_nothing_keep_nobody_out_and_the_oldest_has_to_leav
         assert WeightSyncClient(server.url, TOKEN).get_weight_version() == "default"
         for one in strangers:
             one.close()
+
+
+def test_an_init_that_is_malformed_leaves_the_update_that_is_open() -> None:
+    receiver = receiver_of(model())
+    engine = registry.engine("tcp")(receiver)
+    with serve(Control(engine, receiver), token=TOKEN) as server:
+        client = WeightSyncClient(server.url, TOKEN)
+        trainer = registry.trainer("tcp").trainer_init({}, client=client, source=ModuleSource(model()))
+        client.start_weight_update()
+        before = client.status()
+        with pytest.raises(InvalidInput, match="streams"):
+            WeightSyncClient(server.url, TOKEN).init_weight_transfer_engine({"streams": "two", "run_id": "another"})
+        after = client.status()
+        assert (after.update and after.update.update_id) == (before.update and before.update.update_id) is not None
+        assert (after.run_id, after.initialised) == (trainer.run_id, True)
+        client.abort_weight_update()
+        assert trainer.send_weights(deadline_s=20).version == 1
+        trainer.shutdown()
+    engine.shutdown()
+
+
+def test_a_list_of_no_requests_aborts_none_and_no_list_all_of_them() -> None:
+    gate, receiver = Gate(), receiver_of(model())
+    control = Control(Inline(receiver), receiver, generation=gate)
+    with serve(control, token=TOKEN) as server, gate.request("a"), gate.request("b"):
+        client = WeightSyncClient(server.url, TOKEN)
+        assert (client.abort_requests([]), control.abort_requests([])) == (0, 0)
+        assert client.abort_requests(["a", "gone"]) == 1
+        assert client.abort_requests() == 1
 
 
 def test_too_many_calls_at_once_are_told_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

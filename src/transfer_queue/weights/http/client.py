@@ -256,9 +256,9 @@ class WeightSyncClient(Partial):
         """Whether all are."""
         return all(self._get("/is_paused", lambda answer: bool(answer["is_paused"])).values())
 
-    def abort_requests(self, request_ids: Collection[str] = ()) -> int:
-        """End these requests (none given: all) wherever they run; how many."""
-        body = {"request_ids": list(request_ids)} if request_ids else {}
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (None: all) wherever they run; how many."""
+        body = {} if request_ids is None else {"request_ids": list(request_ids)}
         return sum(self._ask("POST", "/abort_requests", body, lambda answer: int(answer["aborted"])).values())
 
     # calls
