@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from weights import Net, copy_of, root
 
 from transfer_queue.errors import (
+    GenerationPaused,
     InvalidInput,
     NotInitialized,
     NotOpen,
@@ -389,6 +390,44 @@ def test_a_new_run_ends_the_pauses_of_the_one_before_and_nobody_elses(kind: Kind
     kind.member.resume_generation()
     for one in (old, new, third):
         one.shutdown()
+
+
+@ours
+def test_a_pause_of_somebody_else_outlasts_those_of_a_fleet(kind: Kind) -> None:
+    fleet = Fleet({"one": kind.member}, pause="keep", heartbeat_s=0.05)
+    trainer = trainer_of(fleet)
+    kind.member.pause_generation("keep")
+    trainer.send_weights(deadline_s=SEND_S)
+    fleet.wait_ready(["one"], SEND_S)
+    assert kind.gate.is_paused()
+    kind.member.pause_generation("keep", True, trainer.run_id, 60.0)
+    kind.member.resume_generation("")
+    assert kind.gate.is_paused(), "its owner's lasts, too"
+    kind.member.resume_generation(trainer.run_id)
+    assert not kind.gate.is_paused()
+    fleet.close()
+    trainer.shutdown()
+
+
+@ours
+def test_a_lease_that_lapses_ends_that_pause_alone(kind: Kind) -> None:
+    kind.member.pause_generation("keep")
+    kind.member.pause_generation("keep", True, "run", 0.1)
+    until(lambda: kind.member.status().paused_by == "", "the end of the lease")
+    assert kind.gate.is_paused()
+    kind.member.resume_generation()
+    assert not kind.gate.is_paused()
+
+
+@ours
+def test_while_a_stronger_pause_lasts_a_weaker_one_lets_no_requests_in(kind: Kind) -> None:
+    kind.member.pause_generation("wait")
+    kind.member.pause_generation("keep", True, "run", 60.0)
+    with pytest.raises(GenerationPaused), kind.gate.request("late"):
+        pass
+    kind.member.resume_generation()
+    with kind.gate.request("later"):
+        pass
 
 
 def test_a_repeated_pause_begins_its_lease_anew(made: Callable[[str], Kind]) -> None:

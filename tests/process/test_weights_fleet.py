@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_with_min_ready_all_one_fault_is_enough_to_give_it_up(site: Start) -> No
     assert set(here.roots().values()) == {expected(1)}
     c = here.add("c")
     assert c.root() == expected(1), "what was given up is not what late ones get"
+    here.send(3)
+    assert set(here.roots().values()) == {expected(3)}
+
+
+def test_with_min_ready_all_a_ready_one_that_does_not_answer_its_heartbeat_is_one_of_them(site: Start) -> None:
+    here = site(2, min_ready=None)
+    here.send(1)
+    b, asked = here.servers["b"], threading.Event()
+    b.hooks["status"] = lambda: (asked.set(), b.released.wait(20))
+    assert asked.wait(20)
+    with pytest.raises(ServiceUnavailable, match="1 of 2 replicas"):
+        here.send(2, deadline_s=1.0)
+    assert set(here.roots().values()) == {expected(1)}
+    b.hooks.clear()
+    b.released.set()
     here.send(3)
     assert set(here.roots().values()) == {expected(3)}
 

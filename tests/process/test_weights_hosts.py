@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Child
 from netns import Network
 from weights import Net
 
 from tools.netns import allowed, ip
+from transfer_queue.errors import ServiceUnavailable
 from transfer_queue.weights import Control, InPlace, ModuleSource, Receiver, http
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.collective import CollectiveTrainer, CollectiveTrainerInfo
@@ -39,6 +41,17 @@ engine.init_transfer_engine({info!r})
 engine.join(timeout_s=20)
 engine.shutdown()
 result = float(module.weight.sum())
+"""
+
+BROADCAST = """
+import psutil, torch
+from transfer_queue.weights import StateDictSource
+from transfer_queue.weights.transport.collective import CollectiveTrainer, CollectiveTrainerInfo
+info = CollectiveTrainerInfo(world_size=2, **{told!r})
+trainer = CollectiveTrainer(info, None, StateDictSource({{"weight": torch.zeros(2)}}))
+port = trainer.receivers_info()["port"]
+found = psutil.Process().net_connections("inet")
+print(*[one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port])
 """
 
 
@@ -160,6 +173,19 @@ def test_reports_broadcasts_and_replicas_are_told_where_they_are_reached() -> No
     broadcast._store, broadcast._round = SimpleNamespace(port=1), 0
     addresses.append(f"tcp:{broadcast.receivers_info()['host']}")
     assert all(reachable(one.split(":")[1]) for one in addresses)
+
+
+@pytest.mark.parametrize(("told", "where"), [({}, "127.0.0.1"), ({"host": "127.0.0.2"}, "127.0.0.2")])
+def test_a_broadcast_listens_where_it_was_told_and_on_loopback_otherwise(
+    told: dict[str, str], where: str, child: Callable[[str], Child]
+) -> None:
+    assert child(BROADCAST.format(told=told)).finish() == where
+
+
+def test_a_broadcast_that_cannot_listen_where_it_was_told_says_so() -> None:
+    info = {"world_size": 2, "host": "192.0.2.99"}
+    with pytest.raises(ServiceUnavailable, match="assign requested address"):
+        registry.trainer("collective").trainer_init(info, client=Nobody(), source=ModuleSource(Net()))  # type: ignore[arg-type]
 
 
 def test_a_server_over_http_gives_a_url_that_others_can_use() -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -26,11 +27,14 @@ from transfer_queue.errors import (
     NotInitialized,
     NotSupported,
     ServiceUnavailable,
+    TooManyConnections,
     TransferQueueError,
     UpdateInProgress,
 )
-from transfer_queue.weights import Control
+from transfer_queue.weights import Control, Gate, ModuleSource
 from transfer_queue.weights.http import WeightSyncClient, bodies, serve, serving
+from transfer_queue.weights.http import server as routes
+from transfer_queue.weights.transport import registry
 
 SERVER = "import sys; sys.path.insert(0, 'tests/helpers'); import weights_inline; weights_inline.main()"
 
@@ -224,6 +228,71 @@ def test_a_call_has_a_deadline_and_the_server_goes_on() -> None:
             return True
 
         until(starts, "the end of the first start, which its client gave up")
+
+
+def test_connections_that_say_nothing_keep_nobody_out_and_the_oldest_has_to_leave() -> None:
+    with serve(TinyServer().control, token=TOKEN) as server:
+        strangers = [socket.create_connection(address(server.url), 20.0) for _ in range(serving.MAX_STRANGERS)]
+        assert WeightSyncClient(server.url, TOKEN).get_weight_version() == "default"
+        with suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b""
+        assert WeightSyncClient(server.url, TOKEN).get_weight_version() == "default"
+        for one in strangers:
+            one.close()
+
+
+def test_an_init_that_is_malformed_leaves_the_update_that_is_open() -> None:
+    receiver = receiver_of(model())
+    engine = registry.engine("tcp")(receiver)
+    with serve(Control(engine, receiver), token=TOKEN) as server:
+        client = WeightSyncClient(server.url, TOKEN)
+        trainer = registry.trainer("tcp").trainer_init({}, client=client, source=ModuleSource(model()))
+        client.start_weight_update()
+        before = client.status()
+        with pytest.raises(InvalidInput, match="streams"):
+            WeightSyncClient(server.url, TOKEN).init_weight_transfer_engine({"streams": "two", "run_id": "another"})
+        after = client.status()
+        assert (after.update and after.update.update_id) == (before.update and before.update.update_id) is not None
+        assert (after.run_id, after.initialised) == (trainer.run_id, True)
+        client.abort_weight_update()
+        assert trainer.send_weights(deadline_s=20).version == 1
+        trainer.shutdown()
+    engine.shutdown()
+
+
+def test_a_list_of_no_requests_aborts_none_and_no_list_all_of_them() -> None:
+    gate, receiver = Gate(), receiver_of(model())
+    control = Control(Inline(receiver), receiver, generation=gate)
+    with serve(control, token=TOKEN) as server, gate.request("a"), gate.request("b"):
+        client = WeightSyncClient(server.url, TOKEN)
+        assert (client.abort_requests([]), control.abort_requests([])) == (0, 0)
+        assert client.abort_requests(["a", "gone"]) == 1
+        assert client.abort_requests() == 1
+
+
+def test_too_many_calls_at_once_are_told_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_CALLS", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Inline):
+        def start_weight_update(self) -> None:
+            begun.set()
+            assert go_on.wait(30)
+
+    receiver = receiver_of(model())
+    with serve(Control(Slow(receiver), receiver), token=TOKEN) as server:
+        client = WeightSyncClient(server.url, TOKEN)
+        client.init_weight_transfer_engine(INIT_INFO)
+        with ThreadPoolExecutor(1) as other:
+            started = other.submit(client.start_weight_update)
+            assert begun.wait(30)
+            with pytest.raises(TooManyConnections, match="1 calls run here"):
+                client.get_weight_version()
+            with pytest.raises(AccessDenied):
+                WeightSyncClient(server.url, "wrong").get_weight_version()
+            go_on.set()
+            started.result(30)
+        assert client.get_weight_version() == "default"
 
 
 def test_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.doctor import messages as d
@@ -67,11 +68,11 @@ class DoctorAgent:
             member.interrupt()
         self._visitors.join()
 
-    def _receive(self, sock: socket.socket, where: Any) -> None:
+    def _receive(self, sock: socket.socket, where: Any, enter: Callable[[], None]) -> None:
         stream = d.stream_over(sock, d.decode_at_agent, f"the doctor at {where[0]}")
         try:
             tune(sock)
-            admit(stream, d.PROTOCOL, self._token, HELLO_S)
+            admit(stream, d.PROTOCOL, self._token, HELLO_S, enter)
             begin = stream.receive(HELLO_S)[0]
             self._begin(stream, begin)
         except (TransferQueueError, OSError) as error:

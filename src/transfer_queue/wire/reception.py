@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-from transfer_queue.errors import AccessDenied
+from transfer_queue.errors import AccessDenied, TooManyConnections
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.blocking import FrameSocket
 
 
-def admit(stream: FrameSocket[m.Message], version: int, token: str, timeout_s: float) -> None:
+def admit(
+    stream: FrameSocket[m.Message], version: int, token: str, timeout_s: float, enter: Callable[[], None]
+) -> None:
     """Return once the peer has proved that it knows `token`, and was welcomed. Each message takes at most `timeout_s`.
+    `enter` is called in between, and may refuse it (`visitors`).
 
-    Raises `AccessDenied`, which the peer was told, and as `FrameSocket`.
+    Raises `AccessDenied` and `TooManyConnections`, which the peer was told, and as `FrameSocket`.
     """
 
     def token_of(role: int) -> str:
@@ -25,7 +29,8 @@ def admit(stream: FrameSocket[m.Message], version: int, token: str, timeout_s: f
     try:
         while (challenge := reception.take(stream.receive(timeout_s)[0])) is not None:
             stream.send(challenge, timeout_s)
-    except AccessDenied as error:
+        enter()
+    except (AccessDenied, TooManyConnections) as error:
         stream.send(m.Failed(0, error.code, str(error)), timeout_s)
         raise
     stream.send(m.Welcome(os.getpid(), "", b""), timeout_s)

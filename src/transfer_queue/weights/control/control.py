@@ -33,6 +33,7 @@ from transfer_queue.weights.receive.pauses import Pauses
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.receive.status import OpenUpdate, ServerStatus
 from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, UpdateSession, begun_of, run_of, timeout_of
+from transfer_queue.weights.transport.info import parse
 
 DEFAULT_LABEL = "default"  # before the first commit
 UPDATE_TIMEOUT_S = 600.0
@@ -119,6 +120,9 @@ class Control:
         for a run that another one took over from. Raises what the engine has against `init_info`."""
         with _caller_errors("init_info"):
             info = dict(_inner(init_info, "init_info"))
+            form = getattr(self._engine, "init_form", None)
+            if form is not None:
+                parse(info, form)  # what the engine would refuse harms nobody's update
         run_id, timeout_s = run_of(info), timeout_of(info, INIT_TIMEOUT_S)
         if self._engine is not None:
             self._receiver.introduce(run_id, timeout_s, begun_of(info))
@@ -239,20 +243,22 @@ class Control:
         self, mode: Mode = "abort", clear_cache: bool = True, owner: str = "", lease_s: float | None = None
     ) -> None:
         """See `Generation.pause`; blocks until nothing runs. `owner`: the run that the pause is for. It ends when
-        another run takes over, or after `lease_s`; without them only by `resume_generation`."""
+        another run takes over, or after `lease_s`; without them only by `resume_generation`. Owners do not end each
+        other's."""
         pauses = self._generating()
         self._receiver.expect_not_over(owner)
         pauses.pause(mode, clear_cache, owner, lease_s)
 
-    def resume_generation(self) -> None:
-        self._generating().resume()
+    def resume_generation(self, owner: str | None = None) -> None:
+        """Generate again. With an `owner` only that one's pause ends, and the others last."""
+        self._generating().resume(owner)
 
     def is_paused(self) -> bool:
         return self._generating().is_paused()
 
     def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (none given: all); how many were ended."""
-        return self._generating().generation.abort(request_ids or None)
+        """End these requests (None: all); how many were ended."""
+        return self._generating().generation.abort(request_ids)
 
     # checks
 

@@ -61,8 +61,8 @@ class AsyncControl:
     ) -> None:
         await self._run(lambda: self.control.pause_generation(mode, clear_cache, owner, lease_s))
 
-    async def resume_generation(self) -> None:
-        self.control.resume_generation()
+    async def resume_generation(self, owner: str | None = None) -> None:
+        self.control.resume_generation(owner)
 
     async def is_paused(self) -> bool:
         return self.control.is_paused()

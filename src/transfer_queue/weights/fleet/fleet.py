@@ -182,9 +182,9 @@ class Fleet(Follower):
         with self._turn:
             self._end_round()
             deadline, self._deadline = self._deadline or Deadline(self.catch_up_timeout_s), None
-            limit_s, is_any = TAKING * deadline.left(), any(one.ready for one in self._counted())
-            members = self._take(lambda one: one.ready or not is_any, limit_s) or self._take(lambda one: True, limit_s)
-            self._round = Round(members, self.publisher, self.call_timeout_s, deadline)
+            limit_s, ready = TAKING * deadline.left(), [one for one in self._counted() if one.ready]
+            members = self._take(lambda one: one.ready or not ready, limit_s) or self._take(lambda one: True, limit_s)
+            self._round = Round(members, ready, self.publisher, self.call_timeout_s, deadline)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase one. Raises, with nothing decided, when too few have verified the version."""
@@ -196,11 +196,10 @@ class Fleet(Follower):
                 raise NotOpen("no update was started")
             self._check_follows(update_info)
             self._round.prepare(update_info)
-            verified, wanted, counted = self._round.prepared, self._min_ready, self._counted()
+            wanted, counted = self._min_ready, self._counted()
+            verified = [one for one in self._round.prepared if one in counted]
             if wanted is None:
-                wanted = len(self._round.members)
-            else:
-                verified = [one for one in verified if one in counted]
+                wanted = len([one for one in counted if self._round.is_wanted(one)])
             if counted and len(verified) < max(wanted, 1):
                 raise self._round.error(f"{len(verified)} of {len(counted)} replicas have verified it")
 

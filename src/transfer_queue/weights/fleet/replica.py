@@ -83,6 +83,7 @@ class Replica:
         self.reason = "it has joined just now"
         self.left = False
         self.paused_by_us = False
+        self._pause_owner = ""  # in whose name
         self.met = False  # the trainer's transport
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
@@ -184,6 +185,7 @@ class Replica:
         self.answers = status.answers
         if status.installed is not None:
             self.paused_by_us = bool(status.paused_by)  # also by a life of our trainer before, of the same name
+            self._pause_owner = status.paused_by
         return Serving.of(status) if status.installed is not None else self._labelled(status.label)
 
     def _labelled(self, label: str) -> Serving:
@@ -195,12 +197,13 @@ class Replica:
         self, publisher: TrainerEngine | None, mode: Mode, clear_cache: bool, lease_s: float, deadline: Deadline
     ) -> None:
         """In our name: it ends with the lease, or once another run takes over."""
-        run_id = publisher.run_id if publisher is not None else ""
-        self.call("pause_generation", mode, clear_cache, run_id, lease_s, deadline=deadline)
+        self._pause_owner = publisher.run_id if publisher is not None else ""
+        self.call("pause_generation", mode, clear_cache, self._pause_owner, lease_s, deadline=deadline)
         self.paused_by_us = True
 
     def resume(self, deadline: Deadline) -> None:
-        self.call("resume_generation", deadline=deadline)
+        """End that pause, and nobody else's."""
+        self.call("resume_generation", self._pause_owner, deadline=deadline)
         self.paused_by_us = False
 
     def call_off(self, deadline: Deadline) -> None:

@@ -43,9 +43,16 @@ class Round:
     Whoever is late or fails once is out of it, and holds up nobody."""
 
     def __init__(
-        self, members: list[Replica], publisher: TrainerEngine | None, call_timeout_s: float, deadline: Deadline
+        self,
+        members: list[Replica],
+        ready: list[Replica],
+        publisher: TrainerEngine | None,
+        call_timeout_s: float,
+        deadline: Deadline,
     ) -> None:
+        """`ready`: who was ready as it began; one that could not be asked just then is no member."""
         self.members = members
+        self._ready = ready
         self._publisher = publisher
         self.prepared: list[Replica] = []
         self.info: dict[str, Any] | None = None
@@ -117,6 +124,10 @@ class Round:
         """Tell all that it is off. One that cannot be told drops the update by itself when its time is up, and is told
         again before the next one."""
         at_once(self._started, lambda one: one.call_off(deadline), deadline, "giving the update up at")
+
+    def is_wanted(self, one: Replica) -> bool:
+        """Whether all of those that are ready means this one, too."""
+        return one in self.members or (one in self._ready and one.ready)
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""

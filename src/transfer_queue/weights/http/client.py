@@ -248,16 +248,17 @@ class WeightSyncClient(Partial):
         query |= {"lease_s": str(lease_s)} if lease_s is not None else {}
         self._post("/pause?" + urlencode(query))
 
-    def resume_generation(self) -> None:
-        self._post("/resume")
+    def resume_generation(self, owner: str | None = None) -> None:
+        """`owner`: see `Control`; vLLM's servers ignore it."""
+        self._post("/resume" if owner is None else "/resume?" + urlencode({"owner": owner}))
 
     def is_paused(self) -> bool:
         """Whether all are."""
         return all(self._get("/is_paused", lambda answer: bool(answer["is_paused"])).values())
 
-    def abort_requests(self, request_ids: Collection[str] = ()) -> int:
-        """End these requests (none given: all) wherever they run; how many."""
-        body = {"request_ids": list(request_ids)} if request_ids else {}
+    def abort_requests(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (None: all) wherever they run; how many."""
+        body = {} if request_ids is None else {"request_ids": list(request_ids)}
         return sum(self._ask("POST", "/abort_requests", body, lambda answer: int(answer["aborted"])).values())
 
     # calls

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from transfer_queue.errors import AccessDenied, DeadlineExceeded, InvalidInput, NotSupported
+from transfer_queue.errors import AccessDenied, DeadlineExceeded, InvalidInput, NotSupported, TooManyConnections
 from transfer_queue.weights.control.control import Control
 from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http import bodies
@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 
 MAX_BODY_NBYTES = 64 << 20  # metadata of a million tensors; weights go another way
 BODY_TIMEOUT_S = 30.0
+MAX_CALLS = 64
 CALL_TIMEOUT_S = 660.0  # more than the steps' own deadlines, which end them cleanly
 Answer: TypeAlias = "dict[str, Any]"
 log = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ def control_app(
 ) -> Starlette:
     """The routes, to be served alone or mounted: `app.mount("/", control_app(control, token))`, after other routes.
 
-    Every request needs `Authorization: Bearer <token>`; "" lets everybody in. A call that has no answer within
-    `call_timeout_s` gets 504 and may still take effect. Blocking work runs in threads.
+    Every request needs `Authorization: Bearer <token>`; "" lets everybody in. Of those that have it `MAX_CALLS` run at
+    a time; others are refused (`TooManyConnections`). A call that has no answer within `call_timeout_s` gets 504 and
+    may still take effect. Blocking work runs in threads.
     `weights_root`: the disk engine takes weights from below this folder only (default: the engine's own, else
     TQ_WEIGHTS_ROOT, else from nowhere).
     """
@@ -208,8 +210,8 @@ class _Routes:
         await self._control.pause_generation(mode, clear_cache, query.get("owner", ""), lease_s)
         return {"status": "paused"}
 
-    async def resume(self, _request: Request, _data: bytes) -> Answer:
-        await self._control.resume_generation()
+    async def resume(self, request: Request, _data: bytes) -> Answer:
+        await self._control.resume_generation(request.query_params.get("owner"))
         return {"status": "resumed"}
 
     async def is_paused(self, _request: Request) -> Answer:
@@ -221,19 +223,31 @@ class _Routes:
 
 
 class _Guard:
-    """Asks for the token before anything of a request is read."""
+    """Asks for the token before anything of a request is read, and counts the requests that have it."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._expected = f"Bearer {token}".encode() if token else b""
+        self._num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await _refuse(bodies.Refusal(AccessDenied("missing or wrong token")))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif not self._is_let_in(scope):
+            await _refuse(bodies.Refusal(AccessDenied("missing or wrong token")))(scope, receive, send)
+        elif self._num_calls >= MAX_CALLS:
+            full = TooManyConnections(f"{MAX_CALLS} calls run here, as many as may: try again when others have ended")
+            await _refuse(bodies.Refusal(full))(scope, receive, send)
+        else:
+            self._num_calls += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_calls -= 1
+
+    def _is_let_in(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return not self._expected or hmac.compare_digest(given, self._expected)
 
 
 def _refuse(refusal: bodies.Refusal) -> JSONResponse:

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 
 LOOPBACK = "127.0.0.1"
 HEAD_TIMEOUT_S = 10.0
-MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64
 STOP_TIMEOUT_S = 5.0
 
 
@@ -41,8 +41,7 @@ class HttpServer:
         self.url = f"http://[{shown}]:{bound[1]}" if ":" in shown else f"http://{shown}:{bound[1]}"
         config = uvicorn.Config(
             app, http=PatientHttp, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
-            headers=[("Connection", "close")],
+            timeout_graceful_shutdown=int(STOP_TIMEOUT_S), headers=[("Connection", "close")],
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="tq-weights-http", daemon=True)
@@ -89,25 +88,32 @@ def serve(
 
 
 class PatientHttp(H11Protocol):
-    """uvicorn waits for a request's head for ever; here it has `HEAD_TIMEOUT_S`. One request per connection."""
+    """uvicorn waits for a request's head for ever; here it has `HEAD_TIMEOUT_S`, and of the connections without one the
+    latest `MAX_STRANGERS` stay: nobody keeps others out by staying. One request per connection."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self._expect_head)
+        strangers = [one for one in self.connections if isinstance(one, PatientHttp) and one._is_stranger()]
+        if len(strangers) > MAX_STRANGERS:
+            min(strangers, key=lambda one: one._patience.when()).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.cancel()
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        begun: Any = self.cycle  # None until there is a request, whatever uvicorn's annotation says
-        if begun is None:
+        if self._is_stranger():
             self.transport.abort()
+
+    def _is_stranger(self) -> bool:
+        begun: Any = self.cycle  # None until there is a request, whatever uvicorn's annotation says
+        return begun is None and not self.transport.is_closing()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error

@@ -82,6 +82,7 @@ class Member(Client, Protocol):
         """`owner`: the run that it is for; it ends by itself after `lease_s`, or when another run takes over. A server
         that knows neither ignores both (vLLM)."""
 
-    def resume_generation(self) -> object: ...
+    def resume_generation(self, owner: str | None = None) -> object:
+        """End the pause of that owner (None: all). A server that knows no owners goes on."""
 
     def abort_weight_update(self) -> object: ...

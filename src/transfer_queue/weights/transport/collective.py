@@ -30,6 +30,7 @@ from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.info import InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.transport.pending import PendingVersion
+from transfer_queue.weights.transport.serving import listen_tcp
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.version.packing import digests, pack, plan
@@ -142,7 +143,11 @@ class CollectiveTrainer(TrainerEngine):
     def __init__(self, info: CollectiveTrainerInfo, client: Client, source: WeightSource) -> None:
         super().__init__(info, client, source)
         limit = timedelta(seconds=info.timeout_s)
-        self._store: Any = dist.TCPStore(info.host, info.port, is_master=True, timeout=limit, wait_for_workers=False)
+        listening, _ = listen_tcp(info.host, info.port)  # a store that makes its own listens on every address
+        port = listening.getsockname()[1]
+        self._store: Any = dist.TCPStore(
+            info.host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         self._group: Group | None = None
         self._round = 0
         self._draft: Callable[[], Iterator[torch.Tensor]] | None = None  # gives the buckets that are to be sent

@@ -68,7 +68,7 @@ class Empty:
 class WeightServer:
     """Listens at `address` (TCP, or a unix socket whose peers have our uid) until `close`. `wants`: whom receivers tell
     which parts of the tensors they need. `ranks`: where other ranks of the trainer come to. `tracker`: who knows what
-    receivers give each other. More than `max_peers` connections at once are closed as they come."""
+    receivers give each other. Peers that know the token have `max_peers` connections at once: see `wire.visitors`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class WeightServer:
         self._visitors.show_out()
         self._visitors.join()
 
-    def _serve(self, sock: socket.socket, where: object) -> None:
+    def _serve(self, sock: socket.socket, where: object, enter: Callable[[], None]) -> None:
         del where
         stream = p.stream_over(sock, p.decode_client, "a peer")
         visit = _Visit(stream, self._store, self._wants, self._ranks, self._tracker)
@@ -117,7 +117,7 @@ class WeightServer:
                     raise AccessDenied("a peer of another user")
             else:
                 tune(sock)
-            admit(stream, p.PROTOCOL, self._token, HELLO_TIMEOUT_S)
+            admit(stream, p.PROTOCOL, self._token, HELLO_TIMEOUT_S, enter)
             while True:
                 message, payload = visit.stream.receive(None, at_most(self._max_nbytes))
                 if isinstance(message, p.OutcomeMessage):
