@@ -57,6 +57,10 @@ docs:
 test-engines: $(ENGINES)/.installed
 	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
 
+# The same engines, measured: ours, their own API, and TransferQueue 0.1.11. ARGS="--engine MooncakeStore".
+bench-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m bench.engines $(ARGS)
+
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:
 	$(PYTHON) -m frameworks $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -104,3 +105,35 @@ def test_every_package_is_on_the_map(place: str) -> None:
     text = (ROOT / place).read_text(encoding="utf-8")
     packages = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/__init__.py")}
     assert [name for name in sorted(packages) if f"`{name}" not in text] == []
+
+
+WAITS = {"admit", "async_claim", "claim", "fetch", "get_meta", "open_partition", "select", "take", "tickets"}
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_waits_of_an_example_for_others_have_deadlines_of_their_own(example: Path) -> None:
+    """The default of 30 s is less than a step of training takes."""
+    text = example.read_text(encoding="utf-8")
+    if not re.search(r"^(import threading|from multiprocessing)", text, re.MULTILINE):
+        return  # nobody to wait for
+    calls = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call)]
+    waits = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in WAITS]
+    without = [one.lineno for one in waits if "timeout_s" not in {given.arg for given in one.keywords}]
+    assert without == []
+
+
+def of_make(text: str) -> set[str]:
+    """What a text tells to make, in its code."""
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    found = [re.findall(r"^make (?!ARGS)([\w-]+)", block, re.MULTILINE) for block in blocks]
+    return set(sum(found, re.findall(r"`make ([\w-]+)", text)))
+
+
+def test_what_pages_and_tools_tell_to_make_has_a_rule() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.py")]
+    told = set().union(*(of_make(page.read_text(encoding="utf-8")) for page in pages))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    told.update(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())  # which succeed without one
+    rules = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert len(told) > 10
+    assert told <= rules
