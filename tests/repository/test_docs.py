@@ -14,6 +14,7 @@ from tools import settings as page
 from transfer_queue import config, errors, weights
 from transfer_queue.cli import COMMANDS
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.storage.engines.engine import BUILT_IN
 
 PACKAGE = Path(tq.__file__).parent
 FOUND = [one for one in page.settings(page.SOURCE.read_text(encoding="utf-8")) if not one.is_kept]
@@ -30,6 +31,17 @@ def of_docs(name: str) -> str:
 
 def test_the_page_of_settings_is_what_the_settings_say() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run tools/settings.py"
+
+
+def test_a_comment_that_goes_on_below_its_setting_is_refused() -> None:
+    text = "Store:\n  address: null  # of the cluster, else\n                 # that of this host\n  durable: false\n"
+    with pytest.raises(ValueError, match="address: null"):
+        list(page.settings(text))
+
+
+def test_every_backend_of_ours_is_named_where_one_is_chosen() -> None:
+    (chosen,) = [one.meaning for one in FOUND if one.name == "backend.storage_backend"]
+    assert [name for name in BUILT_IN if name not in chosen] == []
 
 
 def test_every_setting_has_a_type_and_a_meaning() -> None:
