@@ -149,3 +149,25 @@ def test_what_pages_and_tools_tell_to_make_has_a_rule() -> None:
     rules = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
     assert len(told) > 10
     assert told <= rules
+
+
+def test_every_test_that_the_guarantees_name_is_there() -> None:
+    files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
+    missing, file = [], ""
+    for named in re.findall(r"`((?:\w+\.py)?(?:::\w+)?)`", of_docs("guarantees.md")):
+        file, name = named.split("::")[0] or file, named.partition("::")[2]
+        text = files[file].read_text(encoding="utf-8") if file in files else ""
+        if not text or not re.search(rf"^((async )?def {name}\(|{name} =)" if name else "", text, re.MULTILINE):
+            missing.append(named)
+    assert missing == []
+
+
+def test_no_row_of_a_table_is_cut_off() -> None:
+    """Rows behind a blank line are no table: a table has its line of dashes."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    blocks = [(page.name, block) for page in pages for block in re.split(r"\n\s*\n", page.read_text(encoding="utf-8"))]
+    tables = [(page, block) for page, block in blocks if block.startswith("| ")]
+    assert len(tables) > 20
+    assert [
+        (page, block[:60]) for page, block in tables if not re.search(r"^\|( ?:?-+:? ?\|)+$", block, re.MULTILINE)
+    ] == []
