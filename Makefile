@@ -20,7 +20,8 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) tools/house.py
-	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tutorials/*.md
+	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tables.md docs/trace.md \
+		docs/api/packed.md docs/tutorials/*.md
 
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tools import settings as page
 from transfer_queue import config, errors, weights
 from transfer_queue.cli import COMMANDS
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.sampler import _BUILT_IN as SAMPLERS
 from transfer_queue.storage.engines.engine import BUILT_IN
 
 PACKAGE = Path(tq.__file__).parent
@@ -171,3 +173,25 @@ def test_no_row_of_a_table_is_cut_off() -> None:
     assert [
         (page, block[:60]) for page, block in tables if not re.search(r"^\|( ?:?-+:? ?\|)+$", block, re.MULTILINE)
     ] == []
+
+
+def test_the_layers_of_packages_are_those_that_the_linter_keeps() -> None:
+    linted = re.search(r"^layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
+    assert linted
+    layers = [re.findall(r"\w+", line) for line in linted[1].strip().splitlines()]
+    told = re.search(r"^## Packages\n\n.*?\n\n((?:    [^\n]*\n)+)", of_docs("concepts.md"), re.M | re.S)
+    assert told
+    assert [line.strip().split(", ") for line in told[1].strip().splitlines()] == layers
+
+
+def test_every_sampler_is_in_its_tutorial() -> None:
+    assert [name for name in SAMPLERS if f"`{name}`" not in of_docs("tutorials/05_your_own_sampler.md")] == []
+
+
+def test_every_page_with_code_that_can_run_is_run_by_make_check() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    run = re.findall(r"tools/readme.py (.*)", makefile)[0].split()
+    pages = [page.relative_to(ROOT) for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    with_code = [page for page in pages if "\n```python\n" in (ROOT / page).read_text(encoding="utf-8")]
+    assert len(with_code) > 10
+    assert [page for page in with_code if not any(fnmatch(str(page), one) for one in run)] == []
