@@ -20,7 +20,8 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) tools/house.py
-	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tutorials/*.md
+	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tables.md docs/trace.md \
+		docs/api/packed.md docs/tutorials/*.md
 
 bench: $(STAMP)
 	$(RUN) -m bench $(ARGS)
@@ -56,6 +57,10 @@ docs:
 # libnl-3-200 and libnl-route-3-200 from the system.
 test-engines: $(ENGINES)/.installed
 	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
+
+# The same engines, measured: ours, their own API, and TransferQueue 0.1.11. ARGS="--engine MooncakeStore".
+bench-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m bench.engines $(ARGS)
 
 # Minutes, and gigabytes of packages: not part of `check` or `test`.
 test-frameworks:

@@ -2,13 +2,15 @@
 
     python -m bench.bridge [--rounds 15] [--profiles T1,R3,VL,VL4]
 
-In .venv-engines with Ray as a peer; each way in turn in each round, four rank processes of one thread each. The time is
-from before the driver's call to when the last rank has looked at all of its values; all ranks add the same numbers up.
+In .venv-engines with Ray as a peer; the ways in turn, another one first in each round, four rank processes of one
+thread each. The time is from before the driver tells anybody to when the last rank has looked at all of its values: no
+rank waits for data before that. All ranks add the same numbers up.
 
-bridge  `RolloutBridge.put`, and `fetch` on each rank.
+bridge  `RolloutBridge.put`, and `fetch` on each rank, which is told to at the beginning.
 vime    the adapter for vime, with Megatron's process groups (where megatron-core is installed).
 ray     as slime and vime do without a queue: `ray.put` of each rank's part of the dict, `ray.get` on each rank, which
-        makes tensors of the lists.
+        makes tensors of the lists. Images are put as arrays: Ray maps those, and copies tensors.
+ray+np  the same, with all lists made arrays by the driver, within the time.
 
 T1  256 rows of lists, 5.8 MB.   R3  64 rows with routed experts (tokens, 48, 8) int32, 237 MB.
 VL  64 rows with an image each, 302 MB.   VL4  the same with 16 images, of which 4 rows have each.
@@ -23,8 +25,10 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +38,11 @@ import transfer_queue as tq
 from transfer_queue.bridge import Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
 
 RANKS = 4
-ROWS = ("tokens", "loss_masks", "rollout_log_probs")
+KINDS = {
+    "tokens": (np.int64, torch.int64), "loss_masks": (np.int32, torch.int32),
+    "rollout_log_probs": (np.float32, torch.float32),
+}  # fmt: skip
+EXPERTS, IMAGES = "rollout_routed_experts", "multimodal_train_inputs"
 SCHEMA = RolloutSchema({
     "tokens": Ragged(dtype="int64", stored="int32"), "loss_masks": Ragged(dtype="int32", stored="uint8"),
     "rollout_log_probs": Ragged(dtype="float32"), "response_lengths": Numbers(dtype="int64"), "rewards": Numbers(),
@@ -66,27 +74,31 @@ def rollout(rows: int, prompt: int, response: int, experts: bool = False, copies
         "truncated": [0] * rows, "sample_indices": list(range(rows)),
     }  # fmt: skip
     if experts:
-        batch["rollout_routed_experts"] = [
-            rng.randint(0, 128, (length - 1, 48, 8)).astype(np.int32) for length in total
-        ]
+        batch[EXPERTS] = [rng.randint(0, 128, (length - 1, 48, 8)).astype(np.int32) for length in total]
     if copies:
         images = [
             {"pixel_values": torch.randn(1000, 1176), "image_grid_thw": torch.tensor([[1, 25, 40]])}
             for _ in range(rows // copies)
         ]
-        batch["multimodal_train_inputs"] = [images[row // copies] for row in range(rows)]
+        batch[IMAGES] = [images[row // copies] for row in range(rows)]
     return batch
 
 
 def total_of(columns: dict[str, Any]) -> float:
     """Every value looked at."""
     found = 0.0
-    for name in (*ROWS, "rollout_routed_experts"):
+    for name in (*KINDS, EXPERTS):
         for row in columns.get(name) or ():
             found += float(row.sum())
-    for one in columns.get("multimodal_train_inputs") or ():
+    for one in columns.get(IMAGES) or ():
         found += sum(float(value.sum()) for value in one.values())
     return found
+
+
+def looked_at(columns: dict[str, Any]) -> tuple[float, float]:
+    """When all values had been looked at, and their sum."""
+    total = total_of(columns)
+    return time.monotonic(), total
 
 
 def rank(number: int, connection: Any) -> None:
@@ -94,9 +106,8 @@ def rank(number: int, connection: Any) -> None:
     tq.init()
     bridge = RolloutBridge(tq.get_client(), SCHEMA)
     for partition in iter(connection.recv, None):
-        connection.send("ready")
         fetched = bridge.fetch(partition, "actor", number, RANKS)
-        connection.send((time.monotonic(), total_of(fetched.columns)))
+        connection.send(looked_at(fetched.columns))
         del fetched
     tq.close()
 
@@ -115,9 +126,8 @@ def vime_rank(number: int, connection: Any) -> None:
     bridge = TransferQueueBridge.connect(args)
     connection.send("connected")
     for rollout_id in iter(connection.recv, None):
-        connection.send("ready")
         columns, _ = bridge.get_data(rollout_id, task_name="actor_train")
-        connection.send((time.monotonic(), total_of(columns)))
+        connection.send(looked_at(columns))
         del columns
     bridge.close()
     dist.destroy_process_group()
@@ -148,11 +158,9 @@ def vime_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
 
         def way(batch: dict[str, Any]) -> tuple[float, float]:
             rollout_id, count = next(numbers), len(batch["tokens"])
+            began = time.monotonic()
             for pipe in pipes:
                 pipe.send(rollout_id)
-            assert [pipe.recv() for pipe in pipes] == ["ready"] * RANKS
-            time.sleep(0.02)
-            began = time.monotonic()
             bridge.transfer_rollout_data(rollout_id, batch, schedule=Schedule.even(count, RANKS))
             ends, sums = zip(*[pipe.recv() for pipe in pipes], strict=True)
             bridge.clear_partition(rollout_id)
@@ -179,11 +187,9 @@ def bridge_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
 
     def way(batch: dict[str, Any]) -> tuple[float, float]:
         partition = f"step_{next(numbers)}"
+        began = time.monotonic()
         for pipe in pipes:
             pipe.send(partition)
-        assert [pipe.recv() for pipe in pipes] == ["ready"] * RANKS
-        time.sleep(0.02)  # they wait in the service
-        began = time.monotonic()
         bridge.put(partition, batch, dp_size=RANKS)
         ends, sums = zip(*[pipe.recv() for pipe in pipes], strict=True)
         bridge.clear(partition)
@@ -196,36 +202,57 @@ def bridge_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
     tq.close()
 
 
+def as_arrays(part: dict[str, Any], lists: bool) -> dict[str, Any]:
+    """A part of a batch whose images are arrays, which Ray maps; with `lists` those of numbers, too. What several rows
+    share stays one object, which is pickled once."""
+    made = {id(one): {name: value.numpy() for name, value in one.items()} for one in part.get(IMAGES, ())}
+    found = {**part, IMAGES: [made[id(one)] for one in part[IMAGES]]} if IMAGES in part else dict(part)
+    if lists:
+        found |= {name: [np.array(row, dtype) for row in part[name]] for name, (dtype, _) in KINDS.items()}
+    return found
+
+
+def as_tensors(columns: dict[str, Any]) -> dict[str, Any]:
+    """What a rank makes of what Ray gave it; arrays stay where they are."""
+    found = dict(columns)
+    for name, (_, dtype) in KINDS.items():
+        found[name] = [torch.as_tensor(row, dtype=dtype) for row in columns[name]]
+    if EXPERTS in columns:
+        found[EXPERTS] = [torch.as_tensor(row) for row in columns[EXPERTS]]
+    if IMAGES in columns:
+        found[IMAGES] = [{name: torch.as_tensor(value) for name, value in one.items()} for one in columns[IMAGES]]
+    return found
+
+
 @contextmanager
-def ray_way() -> Iterator[Callable[[dict[str, Any]], tuple[float, float]]]:
+def ray_ways() -> Iterator[dict[str, Callable[[dict[str, Any]], tuple[float, float]]]]:
     import ray
 
     ray.init(address="local", num_cpus=RANKS, include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False)
 
     @ray.remote(num_cpus=0)
     class Rank:
-        def consume(self, box: list[Any]) -> tuple[float, float]:
+        def __init__(self) -> None:
             torch.set_num_threads(1)
-            columns = ray.get(box[0])
-            kinds = {"tokens": torch.long, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}
-            for name, dtype in kinds.items():
-                columns[name] = [torch.tensor(row, dtype=dtype) for row in columns[name]]
-            return time.monotonic(), total_of(columns)
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+        def consume(self, box: list[Any]) -> tuple[float, float]:
+            return looked_at(as_tensors(ray.get(box[0])))
 
     ranks = [Rank.remote() for _ in range(RANKS)]
 
-    def way(batch: dict[str, Any]) -> tuple[float, float]:
+    def way(batch: dict[str, Any], lists: bool) -> tuple[float, float]:
         count = len(batch["tokens"])
         began = time.monotonic()
         asked = []
         for number, one in enumerate(ranks):
             part = slice(count * number // RANKS, count * (number + 1) // RANKS)
-            box = ray.put({name: column[part] for name, column in batch.items()})
+            box = ray.put(as_arrays({name: column[part] for name, column in batch.items()}, lists))
             asked.append(one.consume.remote([box]))
         ends, sums = zip(*ray.get(asked), strict=True)
         return max(ends) - began, sum(sums)
 
-    yield way
+    yield {"ray": partial(way, lists=False), "ray+np": partial(way, lists=True)}
     ray.shutdown()
 
 
@@ -237,11 +264,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with bridge_way() as ours, ExitStack() as stack:
-        ways = {"bridge": ours}
+        ways: dict[str, Callable[..., tuple[float, float]]] = {"bridge": ours}
         if importlib.util.find_spec("megatron"):
             ways["vime"] = stack.enter_context(vime_way())
         if importlib.util.find_spec("ray"):
-            ways["ray"] = stack.enter_context(ray_way())
+            ways |= stack.enter_context(ray_ways())
         _compare(ways, args)
 
 
@@ -251,8 +278,9 @@ def _compare(ways: dict[str, Callable[..., tuple[float, float]]], args: argparse
         times: dict[str, list[float]] = {name: [] for name in ways}
         expected = None
         for number in range(args.rounds + 2):
-            for name, way in ways.items():
-                took, total = way(batch)
+            names = list(ways)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                took, total = ways[name](batch)
                 expected = total if expected is None else expected
                 assert abs(total - expected) <= 1e-4 * abs(expected), (name, total, expected)
                 if number >= 2:

@@ -108,6 +108,8 @@ def _measure(engine: str, size: str, agents: list[Agent], rounds: int) -> None:
                 seconds = agent.call(call, size)
                 if turn > 1:  # the first touch memory that nobody had touched
                     found[agent.name, call].append(1e3 * seconds)
+            if turn == 0:
+                agent.call("verify", size)
             agent.call("clear", size)
     print(f"\n{engine}, {size}, {rounds} rounds: ms, median (p95), ratio to ours")
     for agent in agents:
@@ -124,7 +126,7 @@ def _measure(engine: str, size: str, agents: list[Agent], rounds: int) -> None:
 
 
 def _serve(name: str, engine: str) -> None:
-    calls: dict[str, Callable[[str], None]] = {}
+    calls: dict[str, Callable[[str], Any]] = {}
     for line in sys.stdin:
         what, size = json.loads(line)
         if what == "start":
@@ -137,11 +139,13 @@ def _serve(name: str, engine: str) -> None:
     calls["end"]("")
 
 
-def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
+def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], Any]]:
     import torch
     from tensordict import TensorDict
 
     import transfer_queue as tq
+    from bench import digest
+    from bench.systems import column_sums
 
     settings = SETTINGS[engine]
     if name == "0.1.11":
@@ -167,16 +171,24 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
         else:
             metas[size] = client.put(values[size], partition_id=f"train {size}")
 
-    def get(size: str, share: int = 1) -> None:
+    def get(size: str, share: int = 1) -> Any:
         count = len(values[size]) // share
         if isinstance(values[size], list):
             found = tq.kv_batch_get(keys=[f"k{number}" for number in range(count)], partition_id=f"train {size}")
         else:
             found = client.get_data(metas[size].select_samples(list(range(count))) if share > 1 else metas[size])
         assert all(len(found[name]) == count for name in found.keys())  # noqa: SIM118  a TensorDict's rows iterate
+        return found
 
     def few(size: str) -> None:
         get(size, share=4)
+
+    def verify(size: str) -> None:
+        """What was put came back, all of it."""
+        put_ = values[size]
+        expected = {name: [row[name] for row in put_] for name in put_[0]} if isinstance(put_, list) else put_
+        sums = [{name: column_sums(one[name]) for name in one.keys()} for one in (get(size), expected)]  # noqa: SIM118
+        digest.check(*sums)
 
     def clear(size: str) -> None:
         if isinstance(values[size], list):
@@ -184,7 +196,7 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], None]]:
         else:
             client.clear_partition(f"train {size}")
 
-    return {"put": put, "get": get, "few": few, "clear": clear, "end": lambda size: tq.close()}
+    return {"put": put, "get": get, "few": few, "verify": verify, "clear": clear, "end": lambda size: tq.close()}
 
 
 def _profiles() -> dict[str, Any]:

@@ -41,6 +41,13 @@ class _Sizes:
         self.keys: dict[str, list[str]] = {}
         self._turn = 0
 
+    def verify(self, size: str, get: Callable[[str], None]) -> None:
+        """What was put came back, all of it."""
+        for array in self.target[size]:
+            array[:] = 1
+        get(size)
+        assert all(map(np.array_equal, self.source[size], self.target[size])), "other bytes than were put"
+
     def new_keys(self, size: str) -> list[str]:
         self._turn += 1
         self.keys[size] = [f"raw-{self._turn}-{field}" for field in range(self.fields)]
@@ -87,7 +94,10 @@ def _mooncake(settings: dict[str, Any], sizes: Mapping[str, int], fields: int) -
         store.close()
         end()
 
-    return {"put": put, "get": get, "few": few, "clear": clear, "end": close}
+    return {
+        "put": put, "get": get, "few": few, "verify": lambda size: memory.verify(size, get), "clear": clear,
+        "end": close,
+    }  # fmt: skip
 
 
 def _yuanrong(settings: dict[str, Any], sizes: Mapping[str, int], fields: int) -> Calls:
@@ -114,8 +124,8 @@ def _yuanrong(settings: dict[str, Any], sizes: Mapping[str, int], fields: int) -
         client.delete(memory.keys[size])
 
     return {
-        "put": put, "get": lambda size: read(size, 1), "few": lambda size: read(size, 4), "clear": clear,
-        "end": lambda size: end(),
+        "put": put, "get": lambda size: read(size, 1), "few": lambda size: read(size, 4),
+        "verify": lambda size: memory.verify(size, lambda one: read(one, 1)), "clear": clear, "end": lambda size: end(),
     }  # fmt: skip
 
 

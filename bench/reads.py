@@ -20,10 +20,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from bench import digest
 from bench.contenders import Contender, arguments, contenders, in_turn
 from bench.environments import ROOT
 from bench.read_cases import CASES, LOOKED_AT
-from bench.read_systems import SYSTEMS
+from bench.read_systems import SYSTEMS, by_hand
+from bench.systems import column_sums
 
 NUM_READS = 12
 LIMIT_S = 120
@@ -62,9 +64,17 @@ def measure(system: str, case: str) -> None:
             taken.append(time.perf_counter() - started)
         del found
         total += sum(collected) if len(taken) > 1 else 0.0
+    verify(read(), case)
     print(json.dumps({"first": taken[0], "reads": taken[1:], "collected": total / NUM_READS}), flush=True)
     if system == "queue":
         sys.modules["transfer_queue"].close()
+
+
+def verify(found: Any, case: str) -> None:
+    """Raises WrongBytes where a row is not what was put, or not in its place."""
+    expected = by_hand(case)()
+    sums = [{name: column_sums(one[name]) for name in one.keys()} for one in (found, expected)]  # noqa: SIM118
+    digest.check(*sums)
 
 
 def look_at(column: Any) -> int:

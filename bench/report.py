@@ -13,7 +13,20 @@ from typing import Any
 
 from bench.result import Row, Target, ratio
 
-HEADER = ("case", "what", "ours", "tq 0.1.11", "ray", "memcpy M", "x M", "x tq", "x ray", "target", "verdict")
+HEADER = (
+    "case",
+    "what",
+    "ours",
+    "tq 0.1.11",
+    "ray",
+    "memcpy M",
+    "x M",
+    "x tq",
+    "x ray",
+    "samples",
+    "target",
+    "verdict",
+)
 
 
 def duration(seconds: float) -> str:
@@ -45,6 +58,14 @@ def target_text(target: Target) -> str:
     return f"{target.text} [{mark}]"
 
 
+def sampled(row: Row) -> str:
+    """How many numbers each figure is the median of; once where they are as many for all."""
+    counts = [(system, len(row.samples[system])) for system in ("ours", "tq", "ray") if row.samples.get(system)]
+    if len({count for _, count in counts}) <= 1:
+        return str(counts[0][1]) if counts else ""
+    return ", ".join(f"{system} {count}" for system, count in counts)
+
+
 def cells(row: Row) -> tuple[str, ...]:
     """One row as text."""
     shown = {
@@ -64,6 +85,7 @@ def cells(row: Row) -> tuple[str, ...]:
         quotient(ratio(row.memcpy, row.values.get("ours"))) if timed else "",
         quotient(row.versus("tq")) if row.unit not in ("x", "count") else "",
         quotient(row.versus("ray")) if row.unit not in ("x", "count") else "",
+        sampled(row),
         "; ".join(target_text(target) for target in row.targets),
         row.verdict,
     )
@@ -99,7 +121,8 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     """The table for docs/benchmarks.md, with the machine it was measured on."""
     lines = [
         f"Measured {machine['date']} on {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load "
-        f"{machine['load']} at the start; medians over {machine['repeat']} interleaved rounds; `M` is a warm "
+        f"{machine['load']} at the start; medians of so many `samples`, in {machine['repeat']} interleaved rounds "
+        "or as many as a case has; `M` is a warm "
         "single-thread memcpy of the same bytes in the same rounds. "
         + "; ".join(f"{system}: {versions}" for system, versions in machine["versions"].items()),
         "",

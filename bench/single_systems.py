@@ -33,16 +33,16 @@ class End(Protocol):
 
 
 class System(NamedTuple):
-    """`serve` gives what `join` needs in any process."""
+    """`serve` gives what `join` needs in any process, with the number of rows that this one will put or take."""
 
     serve: Callable[[SpawnContext, int], contextlib.AbstractContextManager[Any]]
-    join: Callable[[Any], End]
+    join: Callable[[Any, int], End]
 
 
 class QueueEnd:
     """The `transfer_queue` that this interpreter finds, by the calls that every version has."""
 
-    def __init__(self, address: Any) -> None:
+    def __init__(self, _address: Any, _num_rows: int) -> None:
         import torch
 
         import transfer_queue as tq
@@ -90,7 +90,7 @@ def queue_service(_context: SpawnContext, _num_rows: int) -> Iterator[None]:
 class RedisEnd:
     """A stream and a consumer group, as the documentation of Redis has it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, _num_rows: int) -> None:
         import redis
 
         self._redis = redis.Redis(unix_socket_path=path)
@@ -147,18 +147,22 @@ def _until_listening(path: str, limit_s: float = 30.0) -> None:
 
 
 class ReverbEnd:
-    """A table that is a queue: first in, first out, each row taken once, which removes it."""
+    """A table that is a queue: first in, first out, each row taken once, which removes it. All rows of a process come
+    from one sampler, whose stream stays open; it fetches ahead, so it must not want more than its share."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, num_rows: int) -> None:
         import reverb
 
-        self._client = reverb.Client(address)
+        self._client, self._num_rows = reverb.Client(address), num_rows
+        self._samples: Any = None
 
     def put(self, row: Any) -> None:
         self._client.insert([row], priorities={"t": 1.0})
 
     def take(self) -> Any:
-        return next(self._client.sample("t", num_samples=1))[0].data[0]
+        if self._samples is None:  # a producer has none
+            self._samples = self._client.sample("t", num_samples=self._num_rows)
+        return next(self._samples)[0].data[0]
 
     def remove(self) -> None:
         """Taking it did."""
@@ -178,7 +182,7 @@ def reverb_service(_context: SpawnContext, num_rows: int) -> Iterator[str]:
 class PipeEnd:
     """`multiprocessing.Queue` of arrays."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Any, _num_rows: int) -> None:
         self._queue = queue
 
     def put(self, row: Any) -> None:

@@ -48,37 +48,51 @@ CASES = {
 }
 
 
-def produce(join: Callable[[Any], End], address: Any, case: Case, barrier: Any, results: Any) -> None:
+def produce(join: Callable[[Any, int], End], address: Any, case: Case, barrier: Any, results: Any) -> None:
     """Puts its share of the rows. Each row begins with when its put began."""
     import numpy as np
 
-    end = join(address)
+    share = case.num_rows // case.num_producers
+    end = join(address, share)
     barrier.wait()
-    for _ in range(case.num_rows // case.num_producers):
+    for number in range(share):
         if case.pace_s:
             time.sleep(case.pace_s)
-        row = np.zeros(case.row_nbytes // 8)
+        row = np.full(case.row_nbytes // 8, number + 1.0)
         row[0] = time.monotonic()
         end.put(row)
     results.put(None)
     end.close()
 
 
-def consume(join: Callable[[Any], End], address: Any, case: Case, barrier: Any, results: Any) -> None:
+def consume(join: Callable[[Any, int], End], address: Any, case: Case, barrier: Any, results: Any) -> None:
     """Takes its share of the rows, and tells (began, seconds of each take or on its way, ended)."""
-    end = join(address)
+    share = case.num_rows // case.num_consumers
+    end = join(address, share)
     seconds: list[float] = []
     barrier.wait()
     began = time.monotonic()
-    for _ in range(case.num_rows // case.num_consumers):
+    for _ in range(share):
         asked = time.monotonic()
         row = end.take()
         put_at = float(row[0])
         seconds.append(time.monotonic() - (put_at if case.pace_s else asked))
         if not case.filled:
             end.remove()
-    results.put((began, seconds, time.monotonic()))
+    ended = time.monotonic()
+    verify(row, case)
+    results.put((began, seconds, ended))
     end.close()
+
+
+def verify(row: Any, case: Case) -> None:
+    """AssertionError where the row that was taken last is not as a producer made it."""
+    import numpy as np
+
+    values = np.asarray(row)[1:]
+    assert len(values) == case.row_nbytes // 8 - 1, f"{len(values)} numbers"
+    assert values[0] in range(1, case.num_rows + 1), f"number {values[0]}"
+    assert (values == values[0]).all(), f"parts of several rows: {values}"
 
 
 def measure(name: str, case_name: str) -> None:

@@ -20,9 +20,14 @@ import argparse
 import asyncio
 import heapq
 import math
+import signal
 import threading
 import time
-from multiprocessing import get_context
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +39,7 @@ import transfer_queue as tq
 VOCABULARY, SIBLINGS = 16, 4
 MEDIAN, SIGMA, SHORTEST, LONGEST = 200, 1.0, 8, 8192
 STEP_S = 0.01
+PATIENCE_S = 600  # how long one process waits for what another one makes; one that ends is noticed at once
 FIELDS = ("questions", "answers", "log_probs")
 
 
@@ -126,7 +132,7 @@ async def respond(pool: Any, policy: Policy, slots: int, token_s: float) -> None
     looked, comes = 0.0, True
     while comes or running:
         if claiming is None and comes and len(running) < slots:
-            claiming = asyncio.create_task(pool.async_claim(slots - len(running)))
+            claiming = asyncio.create_task(pool.async_claim(slots - len(running), timeout_s=PATIENCE_S))
         left = max(running[0].ends, looked + STEP_S) - time.monotonic() if running else None
         await (asyncio.wait([claiming], timeout=left) if claiming is not None else asyncio.sleep(left or 0.0))
         if claiming is not None and claiming.done():
@@ -143,6 +149,7 @@ async def respond(pool: Any, policy: Policy, slots: int, token_s: float) -> None
 
 
 def engine(slots: int, token_s: float, ready: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     torch.set_num_threads(1)
     tq.init()
     pool, policy = tq.group_pool("train"), Policy()
@@ -180,7 +187,7 @@ def train(pool: Any, policy: Policy, groups: int, rate: float, goal: float) -> d
     step = 0
     while True:
         asked = time.monotonic()
-        batch = pool.select(groups)
+        batch = pool.select(groups, lease_s=PATIENCE_S, timeout_s=PATIENCE_S)
         waited += time.monotonic() - asked
         if not batch.groups:
             break
@@ -206,12 +213,47 @@ def train(pool: Any, policy: Policy, groups: int, rate: float, goal: float) -> d
 
 def prompts(pool: Any, count: int, asked: list[int]) -> None:
     """Open a group for each prompt as soon as the policy lets it through."""
-    for number in range(count):
-        (ticket,) = pool.tickets(1)
-        lengths = draw(number)
-        asked += lengths
-        pool.open(f"prompt {number}", SIBLINGS, prompt={"number": number, "lengths": lengths}, ticket=ticket)
-    pool.end()
+    try:
+        for number in range(count):
+            (ticket,) = pool.tickets(1, timeout_s=PATIENCE_S)
+            lengths = draw(number)
+            asked += lengths
+            pool.open(f"prompt {number}", SIBLINGS, prompt={"number": number, "lengths": lengths}, ticket=ticket)
+    finally:
+        pool.end()  # also where that failed: nobody waits for groups that do not come
+
+
+@contextmanager
+def watched(*processes: BaseProcess) -> Iterator[None]:
+    """Processes that run beside the block; it ends when they have. One that fails ends it whatever the block waits
+    for: nobody would send that any more. No process is left."""
+    failed: list[str] = []
+    left, main_thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in connection.wait(list(running)):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not left.is_set():
+                    failed.append(f"{process.name} ended with exit code {process.exitcode}")
+                    signal.pthread_kill(main_thread, signal.SIGINT)  # as Ctrl-C does
+                    return
+
+    for process in processes:
+        process.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+        watcher.join()
+    except KeyboardInterrupt:
+        raise SystemExit(failed[0] if failed else 130) from None
+    finally:
+        left.set()
+        for process in processes:
+            process.kill()
 
 
 def policy_of(mode: str, groups: int, lead: int) -> tq.GroupPolicy:
@@ -232,18 +274,18 @@ def run(
     context = get_context("spawn")
     ready = context.Barrier(engines + 1)
     processes = [
-        context.Process(target=engine, args=(slots, token_us / 1e6, ready), daemon=True) for _ in range(engines)
+        context.Process(target=engine, args=(slots, token_us / 1e6, ready), name=f"engine {number}", daemon=True)
+        for number in range(engines)
     ]
-    for process in processes:
-        process.start()
-    ready.wait(60)
     asked: list[int] = []
-    asking = threading.Thread(target=prompts, args=(pool, steps * groups, asked))
-    asking.start()
-    found = train(pool, policy, groups, rate, goal)
-    asking.join()
-    for process in processes:
-        process.join()
+    with watched(*processes), ThreadPoolExecutor(1) as thread:
+        ready.wait(PATIENCE_S)
+        asking = thread.submit(prompts, pool, steps * groups, asked)
+        try:
+            found = train(pool, policy, groups, rate, goal)
+        finally:
+            pool.end()  # whoever waits for a ticket now waits in vain
+        asking.result()
     counted = pool.status()["sources"][""]
     return found | {"asked": asked, "groups": [counted[name] for name in ("opened", "consumed", "evicted")]}
 
@@ -261,7 +303,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     tq.init()
-    found = run(**vars(given))
+    try:
+        found = run(**vars(given))
+    finally:
+        tq.close()
     print(f"{given.mode}: {found['steps']} steps in {found['seconds']:.1f} s, {given.goal:.0%} right after "
           f"{found['reached_s']:.1f} s (step {found['reached_step']}), {found['accuracy']:.1%} at the end; "
           f"the trainer waited {found['waited_s']:.1f} s")  # fmt: skip
@@ -271,7 +316,6 @@ def main() -> None:
     lengths, asked = found["lengths"], found["asked"]
     print(f"lengths of {len(lengths)} answers: mean {np.mean(lengths):.1f}, of all {np.mean(asked):.1f}; KS distance "
           f"{distance(lengths, asked):.4f} to all, {distance(lengths):.4f} to their distribution")  # fmt: skip
-    tq.close()
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ a matrix: row i holds the logits of the token that follows token i.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context
+from multiprocessing import active_children, connection, get_context
 from typing import Any
 
 import torch
@@ -191,6 +192,7 @@ def in_children(calls: Sequence[tuple[Work, int, Settings]]) -> list[Log]:
 
 
 def report(pipe: connection.Connection, call: tuple[Work, int, Settings]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     pipe.send(worker(*call))
 
 
@@ -239,6 +241,8 @@ def main() -> int:
         workers = {rollout: settings.rollouts, reward: settings.rewards, actor: settings.dp * settings.tp}
         logs = run([(work, rank, settings) for work, size in workers.items() for rank in range(size)])
     finally:
+        for process in active_children():  # before the service, of whose end they would have something to say
+            process.kill()
         tq.close()
     rewards, actors = logs[settings.rollouts :][: settings.rewards], logs[settings.rollouts + settings.rewards :]
     ranks = [actors[dp * settings.tp : (dp + 1) * settings.tp] for dp in range(settings.dp)]
@@ -254,4 +258,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -25,17 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 import transfer_queue as tq
 
 VOCABULARY, MAX_LEN, BATCH, MICRO_BATCH = 16, 16, 12, 4
+PATIENCE_S = 600  # how long the rollout process waits for the next weights
 FIELDS = ["prompt", "response", "log_probs", "reward", "advantage"]
 
 
 def rollout(steps: int, prompts: int, samples: int) -> None:
     """Write one partition for each version of the weights."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     torch.set_num_threads(1)
     tq.init()  # the service of the rank that started this process
     client, generator = tq.get_client(), torch.Generator().manual_seed(0)
     for step in range(steps):
-        _, weights = client.take("weights", ["table"], 1, "rollout", timeout_s=60)
+        taken, weights = client.take("weights", ["table"], 1, "rollout", timeout_s=PATIENCE_S)
         table = tq.to_dense(weights)["table"][0]
+        client.clear_samples(taken)  # nobody else reads them
         client.set_partition(f"train_{step}", size=prompts * samples)  # so that the streams know its end
         for prompt in torch.randint(VOCABULARY, (prompts,), generator=generator):
             client.put(group(table, prompt.expand(samples), generator), partition_id=f"train_{step}")
@@ -124,12 +127,17 @@ def main() -> None:
     watcher = threading.Thread(target=roll_out, args=(given.steps, given.prompts, given.samples), daemon=True)
     if os.environ["RANK"] == "0":
         watcher.start()
-    train(given.steps, given.prompts * given.samples, given.workers)
-    if os.environ["RANK"] == "0":
-        watcher.join()
-    dist.destroy_process_group()
-    tq.close()
+    try:
+        train(given.steps, given.prompts * given.samples, given.workers)
+        if os.environ["RANK"] == "0":
+            watcher.join()
+        dist.destroy_process_group()
+    finally:
+        tq.close()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

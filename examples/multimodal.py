@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import argparse
 import io
-from multiprocessing import get_context
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from PIL import Image
@@ -34,7 +40,41 @@ def photo(number: int) -> Image.Image:
     return Image.open(file)
 
 
+@contextmanager
+def watched(*processes: BaseProcess) -> Iterator[None]:
+    """Processes that run beside the block; it ends when they have. One that fails ends it whatever the block waits
+    for: nobody would send that any more. No process is left."""
+    failed: list[str] = []
+    left, main_thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in connection.wait(list(running)):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not left.is_set():
+                    failed.append(f"{process.name} ended with exit code {process.exitcode}")
+                    signal.pthread_kill(main_thread, signal.SIGINT)  # as Ctrl-C does
+                    return
+
+    for process in processes:
+        process.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+        watcher.join()
+    except KeyboardInterrupt:
+        raise SystemExit(failed[0] if failed else 130) from None
+    finally:
+        left.set()
+        for process in processes:
+            process.kill()
+
+
 def rollout(rows: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     tq.init()
     client = tq.get_client()
     for number in range(rows):
@@ -56,20 +96,21 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(1))
+    fields = ["messages", "pixel_values", "response", "target"]
+    pad = {"response": tq.Padding(value=-1, side="left", multiple=4, mask=True)}
+    process = get_context("spawn").Process(target=rollout, args=(rows,), name="rollout", daemon=True)
     tq.init()
     try:
         tq.get_client().set_partition(PARTITION, size=rows)  # so that the stream knows its end
-        process = get_context("spawn").Process(target=rollout, args=(rows,), daemon=True)
-        process.start()
-        fields = ["messages", "pixel_values", "response", "target"]
-        pad = {"response": tq.Padding(value=-1, side="left", multiple=4, mask=True)}
-        with tq.stream(PARTITION, fields, task="actor", batch_size=4, dense=True, pad=pad) as stream:
+        with (
+            watched(process),
+            tq.stream(PARTITION, fields, task="actor", batch_size=4, dense=True, pad=pad) as stream,
+        ):
             for batch in stream:
                 error = model(batch["pixel_values"]).squeeze(1) - batch["target"]  # Conv2d takes no nested tensor
                 first = batch["messages"].tolist()[0][0]["content"][0]["image"]
                 shapes = [list(batch[name].shape) for name in ("pixel_values", "response", "response_mask")]
                 print(*shapes, type(first).__name__, first.size, first.getpixel((0, 0)), f"{error.square().mean():.3f}")
-        process.join()
     finally:
         tq.close()
 

@@ -16,10 +16,11 @@ i holds the logits of the token that follows token i. It learns to count.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -158,6 +159,7 @@ def child(kind: Kind, *arguments: Any) -> Call:
 
 
 def serve(pipe: Connection, kind: Kind, arguments: Sequence[Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     worker = kind(*arguments)
     while True:
         try:
@@ -245,9 +247,14 @@ def main() -> int:
         rows = given.steps * given.prompts * given.samples
         print(f"{given.steps} steps, {rows} rows: every row went through {', '.join(TASKS)} exactly once")
     finally:
+        for process in active_children():  # before the service, of whose end they would have something to say
+            process.kill()
         tq.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

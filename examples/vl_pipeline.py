@@ -11,8 +11,13 @@ many answers have it. The rows of a rank are balanced by their tokens.
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 import time
-from multiprocessing import get_context
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -23,6 +28,7 @@ import transfer_queue as tq
 from transfer_queue.bridge import Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
 
 PATCHES, PIXELS, VOCABULARY, RANKS = 1564, 1176, 1000, 2
+PATIENCE_S = 600  # how long one process waits for what another one makes; one that ends is noticed at once
 SCHEMA = RolloutSchema({
     "tokens": Ragged(dtype="int64", stored="int32"),
     "loss_masks": Ragged(dtype="float32", stored="uint8"),
@@ -68,7 +74,41 @@ class Model(nn.Module):
         return self.head(self.words(tokens) + self.vision(image).mean(0)).squeeze(1)
 
 
+@contextmanager
+def watched(*processes: BaseProcess) -> Iterator[None]:
+    """Processes that run beside the block; it ends when they have. One that fails ends it whatever the block waits
+    for: nobody would send that any more. No process is left."""
+    failed: list[str] = []
+    left, main_thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in connection.wait(list(running)):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not left.is_set():
+                    failed.append(f"{process.name} ended with exit code {process.exitcode}")
+                    signal.pthread_kill(main_thread, signal.SIGINT)  # as Ctrl-C does
+                    return
+
+    for process in processes:
+        process.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+        watcher.join()
+    except KeyboardInterrupt:
+        raise SystemExit(failed[0] if failed else 130) from None
+    finally:
+        left.set()
+        for process in processes:
+            process.kill()
+
+
 def train(rank: int, steps: int, told: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tq.init()
@@ -76,7 +116,7 @@ def train(rank: int, steps: int, told: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(steps):
         began = time.monotonic()
-        batch = bridge.fetch(f"step_{step}", "actor", rank, RANKS)
+        batch = bridge.fetch(f"step_{step}", "actor", rank, RANKS, timeout_s=PATIENCE_S)
         fetched = time.monotonic()
         loss = torch.zeros(())
         for tokens, mask, image, reward in zip(*(batch[name] for name in ("tokens", "loss_masks", "images")),
@@ -91,27 +131,17 @@ def train(rank: int, steps: int, told: Any) -> None:
     tq.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3)
-    args = parser.parse_args()
-    tq.init()
+def drive(prompts: int, group: int, steps: int, told: Any) -> None:
+    """What the driver does while the ranks train."""
     client = tq.get_client()
     bridge = RolloutBridge(client, SCHEMA, dedupe=True)
-    context = get_context("spawn")
-    told = context.Queue()
-    processes = [context.Process(target=train, args=(rank, args.steps, told), daemon=True) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
     consumers = [f"rank_{rank}" for rank in range(RANKS)]
-    for step in range(args.steps):
+    for step in range(steps):
         began = time.monotonic()
-        batch = rollout(step, args.prompts, args.group)
+        batch = rollout(step, prompts, group)
         made = time.monotonic()
         ready = bridge.prepare(batch, schedule=Schedule(partitions=balanced([len(row) for row in batch["tokens"]])))
-        tq.open_partition(f"step_{step}", "steps", max_open=0, consumers=consumers, clear=True)
+        tq.open_partition(f"step_{step}", "steps", max_open=0, consumers=consumers, clear=True, timeout_s=PATIENCE_S)
         opened = time.monotonic()
         bridge.put(f"step_{step}", ready)
         stored = time.monotonic()
@@ -122,10 +152,27 @@ def main() -> None:
         for _ in range(RANKS):
             _, rank, rows, fetch_s, train_s = told.get()
             print(f"  rank {rank}: {rows} rows, waited and fetched {fetch_s:.3f} s, trained {train_s:.2f} s")
-    for process in processes:
-        process.join()
-    print(f"{args.steps} steps; left in the service: {client.get_partition_list()}")
-    tq.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    context = get_context("spawn")
+    told = context.Queue()
+    ranks = [
+        context.Process(target=train, args=(rank, args.steps, told), name=f"rank {rank}", daemon=True)
+        for rank in range(RANKS)
+    ]
+    tq.init()
+    try:
+        with watched(*ranks):
+            drive(args.prompts, args.group, args.steps, told)
+        print(f"{args.steps} steps; left in the service: {tq.get_client().get_partition_list()}")
+    finally:
+        tq.close()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import threading
 import time
 from typing import Any
@@ -24,7 +25,8 @@ from transfer_queue.weights import Control, Gate, ModuleSource, Receiver, Spans,
 from transfer_queue.weights.transport import registry
 
 ROWS, LENGTH = 64, 64
-DEADLINE_S = 10.0
+DEADLINE_S = 10.0  # of an update of the weights
+PATIENCE_S = 600  # how long samplers and the trainer wait for each other
 TOKEN_S = 0.0005  # how long a token takes at least, as on a GPU
 VOCABULARY = 16
 FIELDS = ["prompt", "response", "log_probs"]
@@ -117,7 +119,7 @@ class Freezing:
 
 def produce(name: int, sampler: Sampler, max_staleness: int, ended: threading.Event) -> None:
     for number in itertools.count():
-        tq.admit("trainer", ROWS, max_staleness - 1, rows_per_version=ROWS)
+        tq.admit("trainer", ROWS, max_staleness - 1, rows_per_version=ROWS, timeout_s=PATIENCE_S)
         if ended.is_set():
             return
         fields, tags = sampler.sample(ROWS, LENGTH)
@@ -135,35 +137,38 @@ def run(steps: int, num_samplers: int, max_staleness: int) -> None:
     trainer.send_weights(deadline_s=DEADLINE_S)
     tq.set_weight_version(trainer.version, trainer.run_id)
     threads = [
-        threading.Thread(target=produce, args=(name, sampler, max_staleness, ended))
+        threading.Thread(target=produce, args=(name, sampler, max_staleness, ended), daemon=True)
         for name, sampler in enumerate(samplers)
     ]
     for thread in threads:
         thread.start()
     mixed, ages, reward = 0, [0], 0.0
-    for step in range(steps):
-        rows = client.get_meta(
-            FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": max_staleness}
-        )
-        reward = train(policy, optimizer, client.get_data(rows, dense=True))
-        mixed += sum(len(tag["weight_versions"]) > 1 for tag in rows.custom_meta)
-        ages.append(max(trainer.version - tag["weight_version"] for tag in rows.custom_meta))
-        client.clear_samples(rows)
-        # Announced first: samplers may begin the next batch at once, and get the new weights while they are at it.
-        tq.set_weight_version(trainer.version + 1, trainer.run_id)
-        trainer.send_weights(deadline_s=DEADLINE_S)
-        if step % 10 == 9:
-            print(f"version {trainer.version}: reward {reward:.0%}, {mixed} rows by several versions so far")
-    ended.set()
-    for _ in threads:
-        tq.give_back("trainer", ROWS)
-    for thread in threads:
-        thread.join()
+    sampling = {"max_staleness": max_staleness}
+    try:
+        for step in range(steps):
+            rows = client.get_meta(
+                FIELDS, ROWS, "train", task_name="trainer", sampling_config=sampling, timeout_s=PATIENCE_S
+            )
+            reward = train(policy, optimizer, client.get_data(rows, dense=True))
+            mixed += sum(len(tag["weight_versions"]) > 1 for tag in rows.custom_meta)
+            ages.append(max(trainer.version - tag["weight_version"] for tag in rows.custom_meta))
+            client.clear_samples(rows)
+            # Announced first: samplers may begin the next batch at once, and get the new weights while they are at it.
+            tq.set_weight_version(trainer.version + 1, trainer.run_id)
+            trainer.send_weights(deadline_s=DEADLINE_S)
+            if step % 10 == 9:
+                print(f"version {trainer.version}: reward {reward:.0%}, {mixed} rows by several versions so far")
+    finally:
+        ended.set()
+        for _ in threads:
+            tq.give_back("trainer", ROWS)  # lets them in, so that they see it
+        for thread in threads:
+            thread.join(DEADLINE_S)
     trainer.shutdown()
     print(f"{steps} versions, {steps * ROWS} rows: {mixed} made by several versions, the oldest {max(ages)} behind")
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--samplers", type=int, default=2)
@@ -175,3 +180,10 @@ if __name__ == "__main__":
         run(arguments.steps, arguments.samplers, arguments.max_staleness)
     finally:
         tq.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -9,11 +9,14 @@ and calls out of order are refused, and do the server no harm.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import secrets
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe, connection, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from transfer_queue.weights.transport import registry
 
 ROWS, LENGTH = 64, 16
 VOCABULARY = 16
+PATIENCE_S = 600  # how long the trainer waits for rows; a server that ends is noticed at once
 FIELDS = ["prompt", "response", "log_probs"]
 
 
@@ -84,9 +88,42 @@ def train(policy: Policy, optimizer: torch.optim.Optimizer, rows: TensorDict) ->
     return float(reward.mean())
 
 
+@contextmanager
+def watched(*processes: BaseProcess) -> Iterator[None]:
+    """Processes that run beside the block; it ends when they have. One that fails ends it whatever the block waits
+    for: nobody would send that any more. No process is left."""
+    failed: list[str] = []
+    left, main_thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in connection.wait(list(running)):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode and not left.is_set():
+                    failed.append(f"{process.name} ended with exit code {process.exitcode}")
+                    signal.pthread_kill(main_thread, signal.SIGINT)  # as Ctrl-C does
+                    return
+
+    for process in processes:
+        process.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+        watcher.join()
+    except KeyboardInterrupt:
+        raise SystemExit(failed[0] if failed else 130) from None
+    finally:
+        left.set()
+        for process in processes:
+            process.kill()
+
+
 def server(told: Connection[Any, Any], token: str) -> None:
     """Sample until the trainer wants no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started this process
     torch.set_num_threads(1)
     tq.init()
     sampler = Sampler()
@@ -128,7 +165,9 @@ def run(steps: int, told: Connection[Any, Any], token: str) -> None:
         report = trainer.send_weights(deadline_s=10)
         tq.set_weight_version(report.version, report.run_id)
         told.send(True)
-        rows = queue.get_meta(FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": 0})
+        rows = queue.get_meta(
+            FIELDS, ROWS, "train", task_name="trainer", sampling_config={"max_staleness": 0}, timeout_s=PATIENCE_S
+        )
         reward = train(policy, optimizer, queue.get_data(rows, dense=True))
         queue.clear_samples(rows)
         if step in (0, steps - 1):
@@ -141,19 +180,21 @@ def run(steps: int, told: Connection[Any, Any], token: str) -> None:
     assert installed.run_id == trainer.run_id
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tq.init()
-    mine, theirs = multiprocessing.Pipe()
+    mine, theirs = Pipe()
     token = secrets.token_urlsafe()
-    remote = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, token), daemon=True)
-    remote.start()
+    remote = get_context("spawn").Process(target=server, args=(theirs, token), name="the server", daemon=True)
     try:
-        run(arguments.steps, mine, token)
-        remote.join(10)
+        with watched(remote):
+            run(arguments.steps, mine, token)
     finally:
-        remote.kill()
         tq.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -127,11 +127,18 @@ class Setting(NamedTuple):
 
 
 def settings(text: str) -> Iterator[Setting]:
-    """Every key of config.yaml that is no section. Its meaning is its comment, behind or above it, or its section's."""
+    """Every key of config.yaml that is no section. Its meaning is its comment, behind or above it, or its section's.
+
+    ValueError for a comment that goes on below the value it stands behind: it would be the next key's.
+    """
     sections: list[tuple[int, str, str, str]] = []  # indentation, name, and as `Setting`
     above: list[str] = []
+    behind = ""  # the line before, where it has a value and a comment
     for line in text.splitlines():
         stripped = line.strip()
+        if behind and stripped.startswith("#") and line.index("#") > len(behind) - len(behind.lstrip()):
+            raise ValueError(f"the comment of {behind.strip()!r} goes on below it: one line, or above it")
+        behind = ""
         if not stripped or stripped.startswith("#"):
             above = [*above, stripped.removeprefix("#").strip()] if stripped else []
             continue
@@ -146,6 +153,7 @@ def settings(text: str) -> Iterator[Setting]:
             _, _, meaning, told_at = sections[-1]
         above = []
         if found[2]:
+            behind = line if found[3] else ""
             yield Setting(name, found[2], meaning, told_at)
         else:
             sections.append((indentation, name, meaning, told_at))

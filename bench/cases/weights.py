@@ -178,9 +178,13 @@ def update_rows(samples: Samples, nbytes: int) -> list[Row]:
             else:
                 row.values["ours"], row.samples["ours"] = value, samples.of(way, metric)
             rows.append(row)
-        others = {text: samples.quantile(way, metric) for way, text in PEERS.items()}
+        others = {way: samples.quantile(way, metric) for way in PEERS}
         rows[-1].notes.append(
-            "; ".join(f"{text} {value * 1e3:.0f} ms" for text, value in others.items() if value is not None)
+            "; ".join(
+                f"{text} {value * 1e3:.0f} ms of {len(samples.of(way, metric))}"
+                for (way, text), value in zip(PEERS.items(), others.values(), strict=True)
+                if value is not None
+            )
         )
     rows[0].of_memcpy(0.667)
     rows[3].at_most("<= 5 ms", 0.005)

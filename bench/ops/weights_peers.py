@@ -45,13 +45,18 @@ def broadcast(session: Session) -> dict[str, Any]:
 
 
 def broadcast_packed(session: Session) -> dict[str, Any]:
-    """Tensors packed into two buffers in turn: while one travels, the other is packed or unpacked."""
+    """Tensors packed into two buffers in turn: while one travels, the other is packed or unpacked. The buffers stay
+    from one update to the next, as those of our engines do."""
     chunks = _chunks([tensor.detach() for tensor in session.scratch["model"].parameters()])
     sending = dist.get_rank() == 0
+    size = max(sum(one.nbytes for one in tensors) for tensors in chunks)
+    buffers = session.scratch.setdefault("packed", [])
+    if not buffers:
+        buffers += [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
     before = time.monotonic()
     travelling: list[Any] = []
-    for tensors in chunks:
-        buffer = torch.empty(sum(one.nbytes for one in tensors), dtype=torch.uint8)
+    for number, tensors in enumerate(chunks):
+        buffer = buffers[number % 2][: sum(one.nbytes for one in tensors)]
         if sending:
             torch.cat([one.view(-1).view(torch.uint8) for one in tensors], out=buffer)
         travelling.append((dist.broadcast(buffer, 0, async_op=True), buffer, tensors))

@@ -31,7 +31,7 @@ class Asked:
     """One expression and the texts that go with it."""
 
     def __init__(self, where: str, expr: str, texts: str) -> None:
-        self.where = where
+        self.where, self.expr = where, expr
         bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', expr)
         self.metrics = set(METRIC.findall(bare))
         self.selected = {(name, label) for name, labels in SELECTED.findall(bare) for label in NAMED.findall(labels)}
@@ -99,6 +99,13 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(exported: di
         for name, label in one.selected:
             assert label in exported[name] | OF_PROMETHEUS, (one, name, label)
         assert one.labels <= set().union(*(exported[name] for name in one.metrics)) | OF_PROMETHEUS, one
+
+
+def test_an_alert_compares_a_service_with_itself_only() -> None:
+    for rule in of_alerts():
+        assert "scalar" not in rule.expr, rule  # one number of all services
+        assert re.findall(r"\b(?:sum|max|min|avg|count)\b(?! by \(instance\b)", rule.expr) == [], rule
+        assert re.findall(r"\b(?:and|unless)\b(?! on \(instance\))", rule.expr) == [], rule
 
 
 def test_the_check_sees_what_a_service_does_not_export(exported: dict[str, set[str]]) -> None:

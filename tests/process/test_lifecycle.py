@@ -349,6 +349,26 @@ def test_a_client_killed_between_allocate_and_commit_leaves_nothing(
     assert client.stats()["pinned_nbytes"] == {}
 
 
+def test_rows_of_a_killed_writer_stay_until_they_are_cleared(client: tq.TransferQueueClient, child: Spawn) -> None:
+    writer = child(
+        """
+        import torch
+        import transfer_queue as tq
+        tq.kv_batch_put(["a", "b"], "p", {"large": torch.full((2, 65536), 7.0), "small": torch.tensor([1, 2])})
+        print("put")
+        input()
+        """
+    )
+    assert writer.line() == "put"
+    writer.kill()
+    rows = tq.kv_batch_get(["a", "b"], "p")
+    assert rows["large"].eq(7).all()
+    assert rows["small"].tolist() == [1, 2]
+    del rows
+    tq.kv_clear(["a", "b"], "p")
+    until(lambda: used(client) == 0, "the memory of cleared rows is free")
+
+
 def test_the_pins_of_a_killed_reader_are_released(client: tq.TransferQueueClient, child: Spawn) -> None:
     put("a", 1.0, 1 << 20)
     reader = child(

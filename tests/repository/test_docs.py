@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from tools import settings as page
 from transfer_queue import config, errors, weights
 from transfer_queue.cli import COMMANDS
 from transfer_queue.errors import TransferQueueError
+from transfer_queue.sampler import _BUILT_IN as SAMPLERS
+from transfer_queue.storage.engines.engine import BUILT_IN
 
 PACKAGE = Path(tq.__file__).parent
 FOUND = [one for one in page.settings(page.SOURCE.read_text(encoding="utf-8")) if not one.is_kept]
@@ -29,6 +33,17 @@ def of_docs(name: str) -> str:
 
 def test_the_page_of_settings_is_what_the_settings_say() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run tools/settings.py"
+
+
+def test_a_comment_that_goes_on_below_its_setting_is_refused() -> None:
+    text = "Store:\n  address: null  # of the cluster, else\n                 # that of this host\n  durable: false\n"
+    with pytest.raises(ValueError, match="address: null"):
+        list(page.settings(text))
+
+
+def test_every_backend_of_ours_is_named_where_one_is_chosen() -> None:
+    (chosen,) = [one.meaning for one in FOUND if one.name == "backend.storage_backend"]
+    assert [name for name in BUILT_IN if name not in chosen] == []
 
 
 def test_every_setting_has_a_type_and_a_meaning() -> None:
@@ -104,3 +119,79 @@ def test_every_package_is_on_the_map(place: str) -> None:
     text = (ROOT / place).read_text(encoding="utf-8")
     packages = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/__init__.py")}
     assert [name for name in sorted(packages) if f"`{name}" not in text] == []
+
+
+WAITS = {"admit", "async_claim", "claim", "fetch", "get_meta", "open_partition", "select", "take", "tickets"}
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_waits_of_an_example_for_others_have_deadlines_of_their_own(example: Path) -> None:
+    """The default of 30 s is less than a step of training takes."""
+    text = example.read_text(encoding="utf-8")
+    if not re.search(r"^(import threading|from multiprocessing)", text, re.MULTILINE):
+        return  # nobody to wait for
+    calls = [one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call)]
+    waits = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in WAITS]
+    without = [one.lineno for one in waits if "timeout_s" not in {given.arg for given in one.keywords}]
+    assert without == []
+
+
+def of_make(text: str) -> set[str]:
+    """What a text tells to make, in its code."""
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    found = [re.findall(r"^make (?!ARGS)([\w-]+)", block, re.MULTILINE) for block in blocks]
+    return set(sum(found, re.findall(r"`make ([\w-]+)", text)))
+
+
+def test_what_pages_and_tools_tell_to_make_has_a_rule() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.py")]
+    told = set().union(*(of_make(page.read_text(encoding="utf-8")) for page in pages))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    told.update(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())  # which succeed without one
+    rules = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    assert len(told) > 10
+    assert told <= rules
+
+
+def test_every_test_that_the_guarantees_name_is_there() -> None:
+    files = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
+    missing, file = [], ""
+    for named in re.findall(r"`((?:\w+\.py)?(?:::\w+)?)`", of_docs("guarantees.md")):
+        file, name = named.split("::")[0] or file, named.partition("::")[2]
+        text = files[file].read_text(encoding="utf-8") if file in files else ""
+        if not text or not re.search(rf"^((async )?def {name}\(|{name} =)" if name else "", text, re.MULTILINE):
+            missing.append(named)
+    assert missing == []
+
+
+def test_no_row_of_a_table_is_cut_off() -> None:
+    """Rows behind a blank line are no table: a table has its line of dashes."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    blocks = [(page.name, block) for page in pages for block in re.split(r"\n\s*\n", page.read_text(encoding="utf-8"))]
+    tables = [(page, block) for page, block in blocks if block.startswith("| ")]
+    assert len(tables) > 20
+    assert [
+        (page, block[:60]) for page, block in tables if not re.search(r"^\|( ?:?-+:? ?\|)+$", block, re.MULTILINE)
+    ] == []
+
+
+def test_the_layers_of_packages_are_those_that_the_linter_keeps() -> None:
+    linted = re.search(r"^layers = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S)
+    assert linted
+    layers = [re.findall(r"\w+", line) for line in linted[1].strip().splitlines()]
+    told = re.search(r"^## Packages\n\n.*?\n\n((?:    [^\n]*\n)+)", of_docs("concepts.md"), re.M | re.S)
+    assert told
+    assert [line.strip().split(", ") for line in told[1].strip().splitlines()] == layers
+
+
+def test_every_sampler_is_in_its_tutorial() -> None:
+    assert [name for name in SAMPLERS if f"`{name}`" not in of_docs("tutorials/05_your_own_sampler.md")] == []
+
+
+def test_every_page_with_code_that_can_run_is_run_by_make_check() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    run = re.findall(r"tools/readme.py (.*)", makefile)[0].split()
+    pages = [page.relative_to(ROOT) for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    with_code = [page for page in pages if "\n```python\n" in (ROOT / page).read_text(encoding="utf-8")]
+    assert len(with_code) > 10
+    assert [page for page in with_code if not any(fnmatch(str(page), one) for one in run)] == []
