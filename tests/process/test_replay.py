@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -222,6 +223,19 @@ def test_every_step_that_was_taken_is_saved_and_read(
 ) -> None:
     got, found, _ = saved_step(client, tmp_path / "step", columns)
     assert_same(found, got)
+
+
+def test_tags_of_a_bundle_are_what_they_were(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    tags: list[dict[str, Any]] = [
+        {"score": math.nan, "least": -math.inf, "shape": (1, 2), "hash": b"xy", "nested": {"ids": [{1, 2}]}},
+        {"big": 2**70, "zero": -0.0, "none": None, "by_number": {1: "one"}, "list": [1, [2.5, "x"]]},
+        {"plain": True},
+    ]
+    _, _, meta = saved_step(client, tmp_path / "step", {"x": torch.ones(3)}, tags)
+    assert repr(meta.custom_meta) == repr(tags)
+    lines = [json.loads(line) for line in (tmp_path / "step" / "rows.jsonl").read_text().splitlines()]
+    assert lines[0]["tags"]["shape"] == [1, 2]
+    assert (lines[2]["tags"], "exact_tags" in lines[2]) == ({"plain": True}, False)
 
 
 def test_a_bundle_needs_no_service(step: tuple[Path, list[Any]]) -> None:
