@@ -389,7 +389,8 @@ def save_checkpoint(
     """Write all partitions, as of one instant, to a directory of this machine, or below a URL that fsspec opens
     (`s3://bucket/runs/7`). Others go on working meanwhile.
 
-    Replaces an earlier checkpoint there atomically; until then, and when this raises, the earlier one stays.
+    Replaces an earlier checkpoint there atomically; until then, and when this raises, the earlier one stays. Nothing
+    else is replaced, nor what lies beside it: `<dir>.tmp` is written, and refused where that is not a draft.
     `metadata` is kept in metadata.json. Rows are always stored: `include_storage=False` only warns. Blocks until the
     files are on disk, or in the store. Raises `NotInitialized` (a RuntimeError), `UnsupportedValue` (`metadata` is not
     JSON), `InvalidInput` (something else lies there), OSError; for URLs `ConfigError`, and `StoreFull`,
@@ -416,7 +417,8 @@ def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], part
 
     The directory appears whole, with all files on disk, or not at all. A key that repeats counts once. Returns
     `{"keys", "rows_with_data", "shards", "bytes"}`. Raises `FileExistsError` for a directory that exists,
-    `UnknownRows` (a RuntimeError) for a key or partition that does not, `NotInitialized` (a RuntimeError), OSError.
+    `InvalidInput` for a `<dir>.tmp` that is no draft, `UnknownRows` (a RuntimeError) for a key or partition that does
+    not exist, `NotInitialized` (a RuntimeError), OSError.
     """
     return dump.dump(_session(), dump_dir, keys, partition_id)
 
@@ -440,8 +442,8 @@ def save_step(directory: str | os.PathLike[str], step: int, task_name: str) -> d
     Cells and tags that were written anew since are saved as they are now.
 
     The directory appears whole, with all files on disk, or not at all. Returns `{"batches", "rows", "bytes"}`. Raises
-    `FileExistsError`, `InvalidInput` for a step that was not marked, `RowCleared` (a `StorageKeyNotFoundError`) when
-    rows of it were cleared, `NotInitialized` (a RuntimeError), OSError.
+    `FileExistsError`, `InvalidInput` for a step that was not marked and a `<dir>.tmp` that is no draft, `RowCleared` (a
+    `StorageKeyNotFoundError`) when rows of it were cleared, `NotInitialized` (a RuntimeError), OSError.
     """
     return bundles.save(_session(), directory, step, task_name)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Child
+from conftest import Child, until
 from hosts import Host
 from rollouts import SCHEMA, N, rollout
 
@@ -317,6 +317,89 @@ def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:
     with pytest.raises(InvalidInput, match="put once"):
         bridge.put(step, rollout())
     assert len(bridge.fetch(step, "actor", 0, timeout_s=5)) == N
+
+
+def test_of_two_that_put_a_step_at_once_one_does(bridge: RolloutBridge, step: str) -> None:
+    ready = bridge.prepare({**rollout(), "rewards": [0.5] * N}, dp_size=2)
+    start, ended = threading.Barrier(2), []
+
+    def put() -> None:
+        start.wait()
+        try:
+            bridge.put(step, ready)
+            ended.append("put")
+        except InvalidInput as error:
+            ended.append(f"{error}")
+
+    for number in range(5):
+        threads = [threading.Thread(target=put) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted("put once" in text for text in ended) == [False, True], ended
+        assert [len(bridge.fetch(step, f"{number}", rank, 2, timeout_s=5)) for rank in range(2)] == [5, 5]
+        bridge.clear(step)
+        ended.clear()
+
+
+def test_a_put_that_fails_leaves_nothing_and_what_another_put_meanwhile(
+    bridge: RolloutBridge, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, store = bridge.put, type(bridge.client).put
+
+    def fails(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(type(bridge.client), "put", store)
+        raise StoreFull("no room")
+
+    def fails_behind_another(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(type(bridge.client), "put", store)
+        bridge.clear(step)
+        put(step, rollout())
+        raise StoreFull("no room")
+
+    for failing in (fails, fails_behind_another):
+        monkeypatch.setattr(type(bridge.client), "put", failing)
+        with pytest.raises(StoreFull):
+            put(step, rollout(), dp_size=3)
+        there = bridge.client.get_partition(step)
+        assert (there["rows"] if there else 0) == (0 if failing is fails else N)
+    check(bridge.fetch(step, "actor", 0, timeout_s=5), rollout(), list(range(N)))
+
+
+@pytest.mark.parametrize("commits", [1, 2, 3])
+def test_a_writer_that_is_killed_leaves_nothing_to_any_rank_and_the_step_is_put_again(
+    bridge: RolloutBridge, step: str, child: Callable[[str], Child], commits: int
+) -> None:
+    writer = child(f"""
+        import itertools, os, signal, threading
+        import transfer_queue as tq
+        from rollouts import SCHEMA, rollout
+        from transfer_queue.bridge import RolloutBridge
+        from transfer_queue.client.session import Session
+        from transfer_queue.wire import messages as m
+        tq.init()
+        exchange, numbers, answered = Session._exchange, itertools.count(1), threading.Semaphore(0)
+        def killed(self, effect, *given, **named):
+            if type(effect.request) is not m.Commit:
+                return exchange(self, effect, *given, **named)
+            if next(numbers) == {commits}:
+                for _ in range({commits} - 1):
+                    answered.acquire(timeout=10)
+                os.kill(os.getpid(), signal.SIGKILL)
+            found = exchange(self, effect, *given, **named)
+            answered.release()
+            return found
+        Session._exchange = killed
+        RolloutBridge(tq.get_client(), SCHEMA).put({step!r}, rollout(), dp_size=2)
+    """)
+    writer.process.wait(20)
+    until(lambda: (bridge.client.get_partition(step) or {"rows": 0})["rows"] == 0, "the end of its claim")
+    for rank in range(2):
+        with pytest.raises(DeadlineExceeded):
+            bridge.fetch(step, "actor", rank, 2, timeout_s=0.05)
+    bridge.put(step, rollout(), dp_size=2)
+    assert [len(bridge.fetch(step, "actor", rank, 2, timeout_s=5)) for rank in range(2)] == [5, 5]
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 4), (2, 2), (-1, 2)])

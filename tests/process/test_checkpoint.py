@@ -279,6 +279,68 @@ def test_wrong_calls_are_refused(client: tq.TransferQueueClient, tmp_path: Path)
     assert os.listdir(tmp_path) == ["mine"]
 
 
+@pytest.mark.parametrize("listed", [b'{"name": "mine"}', b"", b"[1]", b'{"digest": "", "files": {}}'])
+def test_a_folder_of_another_with_a_metadata_json_is_not_replaced(
+    client: tq.TransferQueueClient, tmp_path: Path, listed: bytes
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "metadata.json").write_bytes(listed)
+    (model / "model.safetensors").write_text("weights of days")
+    with pytest.raises(InvalidInput, match=r"model\.safetensors.*move it away"):
+        tq.save_checkpoint(model)
+    assert (model / "model.safetensors").read_text() == "weights of days"
+    assert (model / "metadata.json").read_bytes() == listed
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_file_that_was_put_into_a_checkpoint_is_not_lost_with_it(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    tq.save_checkpoint(tmp_path / "ck", metadata={"n": 1})
+    (tmp_path / "ck" / "model.pt").touch()
+    with pytest.raises(InvalidInput, match=r"model\.pt"):
+        tq.save_checkpoint(tmp_path / "ck", metadata={"n": 2})
+    assert (tmp_path / "ck" / "model.pt").exists()
+    (tmp_path / "ck" / "model.pt").unlink()
+    tq.save_checkpoint(tmp_path / "ck", metadata={"n": 2})
+    assert '"n": 2' in (tmp_path / "ck" / "metadata.json").read_text()
+
+
+def test_a_backup_beside_a_checkpoint_stays(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    target, backup = tmp_path / "ck", tmp_path / "ck.old"
+    tq.save_checkpoint(target, metadata={"n": 1})
+    target.rename(backup)
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(target)
+    for _ in range(2):
+        tq.save_checkpoint(target, metadata={"n": 2})
+        tq.load_checkpoint(target)
+    assert '"n": 1' in (backup / "metadata.json").read_text()
+    assert sorted(os.listdir(tmp_path)) == ["ck", "ck.old"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_lies_where_a_draft_would_is_not_taken_for_one(
+    client: tq.TransferQueueClient, tmp_path: Path, kind: str
+) -> None:
+    tq.save_checkpoint(tmp_path / "ck", metadata={"n": 1})
+    other, precious = tmp_path / "ck.tmp", tmp_path / "elsewhere" / "precious.txt"
+    precious.parent.mkdir()
+    precious.touch()
+    if kind == "folder":
+        precious.parent.rename(other)
+        precious = other / "precious.txt"
+    elif kind == "file":
+        other.touch()
+    else:
+        other.symlink_to(precious.parent)
+    with pytest.raises(InvalidInput, match=r"ck\.tmp.*move it away"):
+        tq.save_checkpoint(tmp_path / "ck")
+    assert (precious.exists(), os.path.lexists(other)) == (True, True)
+    assert '"n": 1' in (tmp_path / "ck" / "metadata.json").read_text()
+
+
 def test_without_a_service_it_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TQ_ADDRESS", "TQ_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)

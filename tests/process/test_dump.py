@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.operations.update import rows_of
-from transfer_queue.errors import CheckpointCorrupt, SchemaConflict
+from transfer_queue.errors import CheckpointCorrupt, InvalidInput, SchemaConflict
 
 
 @pytest.fixture
@@ -135,6 +135,18 @@ def test_unknown_keys_and_partitions_leave_no_directory(
     with pytest.raises(RuntimeError, match=match):
         tq.dump_data_by_key(place, keys, partition)
     assert not place.parent.exists()
+
+
+def test_a_folder_of_another_where_the_draft_would_lie_stays(shared: tq.TransferQueueClient, place: Path) -> None:
+    put("beside", ["s0"])
+    other = place.with_name("one.tmp")
+    other.mkdir(parents=True)
+    (other / "precious.txt").touch()
+    for call in (lambda: tq.dump_data_by_key(place, ["s0"], "beside"), lambda: tq.export_table("beside", place)):
+        with pytest.raises(InvalidInput, match=r"one\.tmp.*move it away"):
+            call()
+    assert os.listdir(other) == ["precious.txt"]
+    assert os.listdir(place.parent) == ["one.tmp"]
 
 
 def test_a_directory_that_exists_is_refused(shared: tq.TransferQueueClient, place: Path) -> None:

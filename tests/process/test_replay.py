@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -191,6 +192,50 @@ def test_micro_batches_rows_and_padding_are_as_with_a_stream(step: tuple[Path, l
     assert [row["text"] for row in rows] == [f"row {number}" for number in range(7)]
     padded = next(iter(tq.replay(directory, pad=-1)))
     assert padded["ragged"].tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, -1, -1]]
+
+
+def saved_step(
+    client: tq.TransferQueueClient, directory: Path, columns: dict[str, Any], tags: list[dict[str, Any]] | None = None
+) -> tuple[Any, Any, tq.BatchMeta]:
+    """(what a task got for a step, what its bundle has, the metadata of it) of three rows."""
+    tq.kv_batch_put(list("abc"), "p", columns, tags=tags)
+    client.checkpoint(0, ["t"])
+    data = client.get_data(client.get_meta(list(columns), 3, "p", task_name="t"))
+    client.checkpoint(1, ["t"])
+    tq.save_step(directory, 1, "t")
+    return data, *Bundle(directory).batch(0)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"ids": [torch.arange(n) for n in (3, 5, 4)], "mask": [torch.ones(n) for n in (3, 5, 4)]},
+        {"ids": torch.ones(3, 5), "mask": torch.zeros(3, 5)},
+        {"a": torch.ones(3, 0), "b": torch.ones(3, 0)},
+        {"twice_ragged": [torch.ones(2, 3), torch.ones(4, 1), torch.ones(0, 5)]},
+        {"__metadata__": torch.arange(3.0)},
+        {"__metadata__": [torch.ones(1), torch.ones(2), torch.ones(0)]},
+    ],
+    ids=["equal_lengths", "equal_shapes", "no_numbers", "twice_ragged", "header", "ragged_header"],
+)
+def test_every_step_that_was_taken_is_saved_and_read(
+    client: tq.TransferQueueClient, tmp_path: Path, columns: dict[str, Any]
+) -> None:
+    got, found, _ = saved_step(client, tmp_path / "step", columns)
+    assert_same(found, got)
+
+
+def test_tags_of_a_bundle_are_what_they_were(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    tags: list[dict[str, Any]] = [
+        {"score": math.nan, "least": -math.inf, "shape": (1, 2), "hash": b"xy", "nested": {"ids": [{1, 2}]}},
+        {"big": 2**70, "zero": -0.0, "none": None, "by_number": {1: "one"}, "list": [1, [2.5, "x"]]},
+        {"plain": True},
+    ]
+    _, _, meta = saved_step(client, tmp_path / "step", {"x": torch.ones(3)}, tags)
+    assert repr(meta.custom_meta) == repr(tags)
+    lines = [json.loads(line) for line in (tmp_path / "step" / "rows.jsonl").read_text().splitlines()]
+    assert lines[0]["tags"]["shape"] == [1, 2]
+    assert (lines[2]["tags"], "exact_tags" in lines[2]) == ({"plain": True}, False)
 
 
 def test_a_bundle_needs_no_service(step: tuple[Path, list[Any]]) -> None:

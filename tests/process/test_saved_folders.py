@@ -248,6 +248,18 @@ def test_other_files_are_not_taken_for_a_checkpoint(client: tq.TransferQueueClie
     assert names(files) == ["notes.txt"]
 
 
+def test_a_list_of_another_is_not_replaced(client: tq.TransferQueueClient, url: str, files: Files) -> None:
+    system, root = files
+    system.makedirs(root)
+    system.pipe_file(f"{root}/metadata.json", b'{"folder": "model"}')
+    system.makedirs(f"{root}/model")
+    system.pipe_file(f"{root}/model/weights.bin", b"mine")
+    with pytest.raises(InvalidInput, match="something else"):
+        tq.save_checkpoint(url)
+    assert system.cat_file(f"{root}/metadata.json") == b'{"folder": "model"}'
+    assert system.cat_file(f"{root}/model/weights.bin") == b"mine"
+
+
 @pytest.mark.parametrize("wrong", ["nowhere://bucket/x", "gs://bucket/x"])
 def test_what_fsspec_cannot_open_is_said_before_anything_is_read(client: tq.TransferQueueClient, wrong: str) -> None:
     """Nobody knows the first, and what opens the second is not installed."""

@@ -14,8 +14,9 @@ from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_co
 from transfer_queue.bridge.schedule import Schedule
 from transfer_queue.bridge.schema import MARKER, RolloutSchema
 from transfer_queue.client.client import TransferQueueClient
-from transfer_queue.client.drivers import run
-from transfer_queue.client.effects import Operation, Together
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.drivers import given_back, run
+from transfer_queue.client.effects import Call, Operation, Together
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import TargetRows, commit, store
 from transfer_queue.codec.plan import plan_objects
@@ -88,27 +89,30 @@ class RolloutBridge:
         of them; or what `prepare` made of one. Returns the metadata of each rank's rows.
 
         A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
-        is converted and checked before anything is stored, and all rows are there before any rank gets its own. Waits
-        for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a schedule that
-        is none and for a step that is there already, `StoreFull`; nothing of the step is there then.
+        is converted and checked before anything is stored, and all ranks get theirs in one step of the service, as it
+        ends; a writer that is killed before leaves nothing to any. Of several that put one step at once, one does.
+        Waits for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a
+        schedule that is none and for a step that is there already, `StoreFull`; no row of this call is there then.
         """
         ready = batch if isinstance(batch, Prepared) else self.prepare(batch, dp_size=dp_size, schedule=schedule)
         plan = ready.schedule
-        there = self.client.get_partition(partition_id)
-        if there is not None and there["rows"]:
-            raise InvalidInput(f"partition {partition_id!r} has {there['rows']} rows: a step is put once, then cleared")
         sizes = {MARKER.format(rank, plan.dp_size): len(part) for rank, part in enumerate(plan.partitions)}
-        self.client.set_partition(partition_id, ready.rows, {**(metadata or {}), DP_SIZE: plan.dp_size}, sizes)
-        try:
-            meta = self.client.put(ready.columns, partition_id=partition_id, dedupe=self.dedupe)
-            ends = [0, *itertools.accumulate(map(len, plan.partitions))]
+        ends = [0, *itertools.accumulate(map(len, plan.partitions))]
+        session = self.client.session
+        session.hold()
+        with given_back(session) as given:
+            fields, wait_s = list(ready.columns), session.timeout_s
+            request = m.Insert(session.next_rid(), partition_id, ready.rows, fields, wait_s, alone=True)
+            claim = Call(request, wait_s=wait_s)
+            given.append(claim)
+            meta = batch_meta(session.service_id, session.call(claim)[0], partition_id, fields)
+            self.client.set_partition(partition_id, ready.rows, {**(metadata or {}), DP_SIZE: plan.dp_size}, sizes)
             parts = [meta[first:end] for first, end in itertools.pairwise(ends)]
             markers = [_marker(ready, rank) for rank in range(plan.dp_size)]
-            run(self.client.session, _put_markers(self.client.session, parts, markers))
-            return parts
-        except BaseException:
-            self.client.clear_partition(partition_id)
-            raise
+            run(session, _put_markers(session, parts, markers))
+            self.client.put(ready.columns, metadata=meta, dedupe=self.dedupe)  # all ranks get theirs now
+            session.confirm(request.rid)
+        return [meta[first:end] for first, end in itertools.pairwise(ends)]
 
     def fetch(
         self,
@@ -221,7 +225,7 @@ def _marker(ready: Prepared, rank: int) -> list[Any]:
 
 
 def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence[list[Any]]) -> Operation[None]:
-    """Tell every rank that its rows are there, all in one round trip."""
+    """Say which rows are each rank's, all in one round trip."""
     calls = []
     for rank, (part, marker) in enumerate(zip(parts, markers, strict=True)):
         plan = plan_objects(MARKER.format(rank, len(parts)), marker)

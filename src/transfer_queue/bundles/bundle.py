@@ -1,7 +1,8 @@
 """A bundle: one step of one task as a directory that nothing else is needed for.
 
     bundle.json               step, task, settings of the service, every batch; size and xxh3-128 of the other files
-    rows.jsonl                a line for every row in the order in which it was taken: key, tags, where it was
+    rows.jsonl                a line for every row in the order in which it was taken: key, tags, where it was. Tags
+                              that JSON changes (NaN, tuples, bytes) are there as msgpack as well
     batch-00000.safetensors   the fields of a batch (see `columns`)
 
 It appears whole, with all files on disk, or not at all.
@@ -10,6 +11,7 @@ It appears whole, with all files on disk, or not at all.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +29,10 @@ from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import new_tensordict, read
+from transfer_queue.client.transfer.write import checked_tags
+from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.plan import items_of
+from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.saved.places import folder_at
@@ -64,8 +69,9 @@ class SavedStep(msgspec.Struct):
 
 
 @decodable
-class SavedRow(msgspec.Struct):
-    """A line of rows.jsonl: row number `position` of a batch. `weight_version` and the like are among the tags."""
+class SavedRow(msgspec.Struct, omit_defaults=True):
+    """A line of rows.jsonl: row number `position` of a batch. `weight_version` and the like are among the tags.
+    `exact_tags`: as msgpack in a file, where JSON changes them."""
 
     batch: int
     position: int
@@ -73,6 +79,10 @@ class SavedRow(msgspec.Struct):
     global_index: int
     key: str | None
     tags: dict[str, Any]
+    exact_tags: bytes | None = None
+
+
+_exact_tags = msgspec.msgpack.Decoder(dict[str, Any], ext_hook=Lifting()._lift).decode
 
 
 # saving
@@ -91,7 +101,7 @@ def save(session: Session, directory: str | os.PathLike[str], step: int, task: s
     with folder.creating(INFO) as draft:
         with draft.output(ROWS) as out:
             for row in _rows_of(batches):
-                out.write(msgspec.json.encode(row) + b"\n")
+                out.write(_line(row))
         for number, batch in enumerate(batches):
             tensors: Tensors = {}
             saved.batches.append(_packed(session, batch, tensors))
@@ -124,6 +134,21 @@ def _rows_of(batches: list[m.TakenBatch]) -> Iterator[SavedRow]:
             yield SavedRow(number, position, batch.partition, row, name, tag)
 
 
+def _line(row: SavedRow) -> bytes:
+    if not _is_json(row.tags):
+        row = msgspec.structs.replace(row, exact_tags=msgspec.msgpack.encode(checked_tags([row.tags], 1)[0]))
+    return msgspec.json.encode(row, enc_hook=repr) + b"\n"
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives this value back as it is."""
+    if type(value) is dict:
+        return all(type(name) is str and _is_json(one) for name, one in value.items())
+    if type(value) is list:
+        return all(map(_is_json, value))
+    return value is None or type(value) in (str, int, bool) or (type(value) is float and math.isfinite(value))
+
+
 def _packed(session: Session, batch: m.TakenBatch, tensors: Tensors) -> SavedBatch:
     """Read a batch, and add its fields to `tensors`."""
     request = m.Get(session.next_rid(), batch.partition, None, batch.rows, batch.fields, True)
@@ -139,6 +164,11 @@ def _packed(session: Session, batch: m.TakenBatch, tensors: Tensors) -> SavedBat
 # reading
 
 
+def _row(line: bytes) -> SavedRow:
+    row = msgspec.json.decode(line, type=SavedRow)
+    return row if row.exact_tags is None else msgspec.structs.replace(row, tags=_exact_tags(row.exact_tags))
+
+
 class Bundle:
     """What was saved of a step. Raises `CheckpointMissing` (a FileNotFoundError), `CheckpointCorrupt` and
     `CheckpointUnsupported` (ValueErrors): the list of files and the rows are verified here, a batch when it is read."""
@@ -152,8 +182,8 @@ class Bundle:
         try:
             saved = msgspec.convert(self._files.metadata.user_metadata, SavedStep)
             lines = self._files.content(ROWS).splitlines()
-            self.rows = [msgspec.json.decode(line, type=SavedRow) for line in lines]
-        except msgspec.MsgspecError as error:
+            self.rows = [_row(line) for line in lines]
+        except DAMAGED as error:
             raise CheckpointCorrupt(f"{folder} is damaged: {error}") from None
         self.step, self.task, self.settings, self.batches = saved.step, saved.task, saved.settings, saved.batches
         counts = [0] * len(self.batches)

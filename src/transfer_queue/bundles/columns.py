@@ -2,7 +2,7 @@
 
 A dense column is one tensor, `field`; a jagged one is two, `field:values` and `field:offsets`. Every other column, with
 Python values, several dtypes, or one that safetensors have no name for, is a block as it lies in the store:
-`field:block`, and `field:layout` which says where in it the values are.
+`field:block`, and `field:layout` which says where in it the values are; so is one with the name of a file's own header.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PORTABLE = frozenset((
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 ))  # fmt: skip
+HEADER = "__metadata__"  # what safetensors keep of a file under this name is no tensor
 
 
 class SavedColumn(msgspec.Struct):
@@ -41,8 +42,17 @@ class SavedColumn(msgspec.Struct):
 
 
 def packed(name: str, column: Any, num_rows: int, allow_pickle: bool, into: Tensors) -> SavedColumn:
-    """Add the tensors of a column to those of its file."""
-    if isinstance(column, torch.Tensor) and column.dtype in PORTABLE:
+    """Add the tensors of a column to those of its file. `UnsupportedValue` where they could not be read again."""
+    found = _packed(name, column, num_rows, allow_pickle, into)
+    try:
+        unpacked(found, into, num_rows, allow_pickle)
+    except CheckpointCorrupt as error:
+        raise UnsupportedValue(f"it could not be read again once it is saved: {error}") from None
+    return found
+
+
+def _packed(name: str, column: Any, num_rows: int, allow_pickle: bool, into: Tensors) -> SavedColumn:
+    if isinstance(column, torch.Tensor) and column.dtype in PORTABLE and name != HEADER:
         if not column.is_nested:
             _add(into, name, column.contiguous())
             return SavedColumn(name, "dense")
@@ -62,6 +72,11 @@ def packed(name: str, column: Any, num_rows: int, allow_pickle: bool, into: Tens
 def _add(into: Tensors, name: str, tensor: torch.Tensor) -> None:
     if name in into:
         raise UnsupportedValue(f"fields whose names differ only in a part after a colon cannot be saved: {name!r}")
+    memory = tensor.untyped_storage().data_ptr()
+    if any(memory == other.untyped_storage().data_ptr() for other in into.values()):
+        tensor = (
+            tensor.clone()
+        )  # safetensors refuse what lies in one memory, as the offsets of rows of equal lengths do
     into[name] = tensor
 
 
@@ -71,8 +86,9 @@ def unpacked(column: SavedColumn, tensors: Mapping[str, torch.Tensor], num_rows:
         found = _unpacked(column, tensors, num_rows, allow_pickle)
     except (*DAMAGED, KeyError, IndexError) as error:
         raise CheckpointCorrupt(f"field {column.name!r} is damaged: {error!r}") from None
-    if len(found) != num_rows:
-        raise CheckpointCorrupt(f"field {column.name!r} has {len(found)} rows, its batch {num_rows}")
+    count = found.size(0) if isinstance(found, torch.Tensor) else len(found)  # a strided nested tensor has no len
+    if count != num_rows:
+        raise CheckpointCorrupt(f"field {column.name!r} has {count} rows, its batch {num_rows}")
     return found
 
 

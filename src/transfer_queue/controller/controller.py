@@ -243,16 +243,14 @@ class Controller:
         if type(message) is m.Commit and isinstance(reply, m.Committed):
             self.state.recent.wrote(self._leases.now, session, message, reply.rows)
         if type(message) is m.Insert and isinstance(reply, m.RowSet):
-            grant = InsertGrant(self.tables[message.partition], indexes_of(reply.rows))
+            fields = message.fields if message.alone else ()
+            grant = InsertGrant(self.tables[message.partition], indexes_of(reply.rows), fields)
             self._unreceived.add(session, message.rid, grant)
 
     def _remove_unwritten(self, grant: InsertGrant) -> None:
         table = grant.table
         if self.tables.get(table.name) is table:
-            slots = table.slots_of(grant.rows)
-            slots = slots[slots >= 0]
-            bare = slots[(table.cells[: len(table.fields), slots] == 0).all(axis=0)]
-            self._rules[m.Clear](m.Clear(0, table.name, None, rows_bytes(table.index[bare])))
+            self._rules[m.Clear](m.Clear(0, table.name, None, rows_bytes(table.index[grant.unwritten()])))
 
     @property
     def freed(self) -> list[int]:
@@ -377,6 +375,8 @@ class Controller:
         if message.count < 1 or not message.fields:
             raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')
         table = self.tables.get(message.partition) or self._open(message.partition, message.count)
+        if message.alone and table.num_rows:
+            raise InvalidInput(f"partition {table.name!r} has {table.num_rows} rows: a step is put once, then cleared")
         slots = self._new_rows(table, message.count)
         return row_set(message.rid, table, slots, message.fields, bytes(message.count))
 

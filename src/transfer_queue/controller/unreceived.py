@@ -41,13 +41,23 @@ class ConsumedGrant:
 
 
 class InsertGrant:
-    """New rows (global indexes) that nobody has written to."""
+    """New rows (global indexes) that nobody has written to: none of `fields`, or nothing at all without."""
 
-    __slots__ = ("rows", "table")
+    __slots__ = ("fields", "rows", "table")
 
-    def __init__(self, table: Table, rows: Slots) -> None:
+    def __init__(self, table: Table, rows: Slots, fields: Sequence[str] = ()) -> None:
         self.table = table
         self.rows = rows
+        self.fields = fields
+
+    def unwritten(self) -> Slots:
+        """Those that are there, and are still so."""
+        table = self.table
+        slots = table.slots_of(self.rows)
+        slots = slots[slots >= 0]
+        names = list(table.fields)
+        places = [names.index(name) for name in self.fields or names if name in table.fields]
+        return slots[(table.cells[places][:, slots] == 0).all(axis=0)]
 
 
 class LeaseGrant(int):

@@ -51,7 +51,20 @@ def decoded(data: bytes, where: str, expected: int) -> Metadata:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where} is damaged: {error}") from None
-    blank = data.replace(metadata.digest.encode("utf-8", "replace"), NO_DIGEST.encode(), 1)
-    if xxh3_128_hexdigest(blank) != metadata.digest:
+    if not _fits(data, metadata.digest):
         raise CheckpointCorrupt(f"{where} is damaged: its digest does not match")
     return metadata
+
+
+def listed_by(data: bytes) -> Metadata | None:
+    """The list, of whatever format, where it is one that `encoded` made; None for anything else."""
+    try:
+        metadata = msgspec.convert(json.loads(data), Metadata)
+    except (ValueError, RecursionError):
+        return None
+    return metadata if _fits(data, metadata.digest) else None
+
+
+def _fits(data: bytes, digest: str) -> bool:
+    blank = data.replace(digest.encode("utf-8", "replace"), NO_DIGEST.encode(), 1)
+    return xxh3_128_hexdigest(blank) == digest

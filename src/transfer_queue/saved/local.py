@@ -1,7 +1,8 @@
 """A directory, which is written beside its place as `<dir>.tmp` and renamed.
 
-One that is replaced is `<dir>.old` for that moment. An interrupt may strike as any call returns, and what it returned
-is lost: a lock is held by a file object, which ends then.
+One that is replaced is `<dir>.tq-old-5f0c9a21` for that moment. Whatever else lies beside it is not ours, nor is a
+`<dir>.tmp` without the lock of a writer. An interrupt may strike as any call returns, and what it returned is lost: a
+lock is held by a file object, which ends then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import fcntl
 import io
 import logging
 import os
+import re
+import secrets
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -19,12 +22,14 @@ from pathlib import Path
 
 from transfer_queue.errors import CheckpointMissing, InvalidInput
 from transfer_queue.memory.memfd import make_directory, sync_directory
+from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-LOCK = ".lock"  # in a draft; whoever writes there holds it
+LOCK = ".tq-lock"  # the first file in a draft, the last one that goes; whoever writes there holds it
+OLD = ".tq-old-"
 
 
 class LocalFolder(Folder):
@@ -68,8 +73,17 @@ class LocalFolder(Folder):
 
     def refuse_other(self, name: str) -> None:
         target = self._target
-        if os.path.lexists(target) and not (target / name).exists() and (not target.is_dir() or os.listdir(target)):
-            raise InvalidInput(f"{target} holds something else than a checkpoint, which would be lost")
+        try:
+            found = set(os.listdir(target))
+            if name in found and (listed := listed_by((target / name).read_bytes())) is not None:
+                found -= {name, LOCK, *listed.files}
+        except FileNotFoundError:  # there is none, or another takes its place just now, and this is asked again then
+            return
+        except NotADirectoryError:
+            found = {target.name}
+        if found:
+            text = f"{target} holds something else than a checkpoint, which would be lost: {sorted(found)[:4]}"
+            raise InvalidInput(f"{text}; move it away, or save to another directory")
 
     def refuse_any(self) -> None:
         refuse(self._target)
@@ -80,8 +94,9 @@ class LocalFolder(Folder):
             draft = _LocalDraft(path)
             yield draft
             draft.sync()
-            _replace(path, self._target)
-        shutil.rmtree(_old(self._target), ignore_errors=True)
+            self.refuse_other(name)
+            old = _replace(path, self._target)
+        shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[Draft]:
@@ -91,17 +106,18 @@ class LocalFolder(Folder):
             draft.sync()
 
     def repair(self) -> None:
-        """Only `<dir>.old` is there."""
-        target, old = self._target, _old(self._target)
-        if target.exists() or not old.exists():
+        """Only what was replaced is there."""
+        target = self._target
+        if target.exists() or not _olds(target):
             return
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # somebody may be in the middle of it: between two renames
                 fcntl.flock(held.enter_context(open(_beside(target) / LOCK, "rb")), fcntl.LOCK_EX)
-            if target.exists() or not old.exists():
+            found = _olds(target)
+            if target.exists() or not found:
                 return
             try:
-                os.rename(old, target)
+                os.rename(found[-1], target)
             except OSError:  # no lock is to be had where there is no draft
                 if not target.exists():
                     raise
@@ -178,7 +194,7 @@ def refuse(target: Path) -> None:
 @contextlib.contextmanager
 def _drafted(target: Path) -> Iterator[Path]:
     """The empty directory `<dir>.tmp`, for this thread alone; it is gone in the end. What a killed process left there
-    is removed. Raises `FileExistsError` when somebody else is saving there."""
+    is removed. Raises `FileExistsError` when somebody else is saving there, and `InvalidInput` where it is no draft."""
     path = _beside(target)
     held: list[io.BufferedWriter] = []
     try:
@@ -187,9 +203,10 @@ def _drafted(target: Path) -> Iterator[Path]:
         _empty(path)
         yield path
     except BaseException:
-        with contextlib.suppress(OSError):  # somebody else is saving there
+        with contextlib.suppress(OSError, InvalidInput):  # somebody else is saving there, or it is no draft
             if not held:
                 _lock(path, held)
+            _empty(path)
             shutil.rmtree(path, ignore_errors=True)
         raise
     finally:
@@ -200,6 +217,10 @@ def _drafted(target: Path) -> Iterator[Path]:
 def _lock(path: Path, held: list[io.BufferedWriter]) -> None:
     """Make the directory `path`, and hold its lock."""
     while True:
+        if _is_foreign(path):
+            raise InvalidInput(
+                f"{path} is no draft of a save, and would be lost: move it away, or save under another name"
+            )
         path.mkdir(exist_ok=True)
         try:
             held.append(open(path / LOCK, "wb"))  # noqa: SIM115 `_drafted` closes it
@@ -217,6 +238,17 @@ def _lock(path: Path, held: list[io.BufferedWriter]) -> None:
         held.pop().close()  # it is that of a directory that was renamed meanwhile
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether something lies there that is no draft: it would be lost."""
+    try:
+        found = os.listdir(path)
+    except FileNotFoundError:
+        return path.is_symlink()
+    except NotADirectoryError:
+        return True
+    return path.is_symlink() or (bool(found) and LOCK not in found)
+
+
 def _empty(path: Path) -> None:
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
@@ -230,11 +262,13 @@ def _unlock(target: Path) -> None:
         os.unlink(target / LOCK)
 
 
-def _replace(draft: Path, target: Path) -> None:
-    old = _old(target)
+def _replace(draft: Path, target: Path) -> Path:
+    """Returns where what was replaced is now, for a moment, if there was something."""
+    old = target.with_name(f"{target.name}{OLD}{secrets.token_hex(4)}")
     try:
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            for left in _olds(target):
+                shutil.rmtree(left, ignore_errors=True)
             os.rename(target, old)
         os.rename(draft, target)
     except BaseException:
@@ -244,11 +278,17 @@ def _replace(draft: Path, target: Path) -> None:
     finally:
         _unlock(target)
     sync_directory(target.parent)
+    return old
 
 
 def _beside(target: Path) -> Path:
     return target.with_name(target.name + ".tmp")
 
 
-def _old(target: Path) -> Path:
-    return target.with_name(target.name + ".old")
+def _olds(target: Path) -> list[Path]:
+    """What was replaced and has yet to go, the last one last: one at most, but for what could not be deleted."""
+    name = re.compile(re.escape(target.name + OLD) + "[0-9a-f]{8}")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [Path(one) for one in os.scandir(target.parent) if name.fullmatch(one.name)]
+        return sorted(found, key=lambda one: one.stat().st_mtime_ns)
+    return []

@@ -10,7 +10,6 @@ list names are deleted by the next one that is written, those that somebody else
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from transfer_queue.errors import CheckpointMissing, InvalidInput, TransferQueueError
+from transfer_queue.saved.files import Metadata, listed_by
 from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.saved.folder import Draft, Folder
 
@@ -57,9 +57,10 @@ class RemoteFolder(Folder):
         """A list is replaced in one step."""
 
     def refuse_other(self, name: str) -> None:
-        found = self._names()
-        if found and name not in found and not all(one.startswith(PREFIX) for one in found):
-            raise InvalidInput(f"{self} holds something else than a checkpoint, which would be lost")
+        found = [one for one in self._names() if not one.startswith(PREFIX)]
+        if found and (name not in found or self._listed(name) is None):
+            text = f"{self} holds something else than a checkpoint, which would be lost: {sorted(found)[:4]}"
+            raise InvalidInput(f"{text}; move it away, or save to another place")
 
     def refuse_any(self) -> None:
         if any(not one.startswith(PREFIX) for one in self._names()):
@@ -80,10 +81,11 @@ class RemoteFolder(Folder):
                 self._delete(below)
             raise
         now = time.time()
+        replaced = "" if before is None else before.folder
         for one in self._names():
             begun = one.removeprefix(PREFIX).partition("-")[0]
             is_old = one.startswith(PREFIX) and begun.isdecimal() and int(begun) / 1e3 < now - ABANDONED_S
-            if one != below and (one == before or is_old):
+            if one != below and (one == replaced or is_old):
                 self._delete(one)
 
     @contextlib.contextmanager
@@ -93,13 +95,13 @@ class RemoteFolder(Folder):
             yield draft
             self.refuse_any()
 
-    def _listed(self, name: str) -> str:
-        """Below which name the files are that are about to be replaced; "" for none."""
+    def _listed(self, name: str) -> Metadata | None:
+        """The list that is there; None where there is none, or something else."""
         try:
-            content = json.loads(self._timed("reading the list of files", self._system.files.cat_file, self._at(name)))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return ""
-        return str(content.get("folder", "")) if isinstance(content, dict) else ""
+            content = self._timed("reading the list of files", self._system.files.cat_file, self._at(name))
+        except FileNotFoundError:
+            return None
+        return listed_by(content)
 
     def _delete(self, name: str) -> None:
         """Nobody needs it; what is not deleted now is later."""

@@ -94,12 +94,14 @@ class Committed(Reply):
 
 
 class Insert(Request):
-    """Reserve `count` rows, creating the partition."""
+    """Reserve `count` rows, creating the partition. `alone`: refused where it has rows, so that of several who fill a
+    partition one does; until the answer is confirmed, the rows go with their asker unless `fields` are written."""
 
     partition: str
     count: int
     fields: list[str]
     timeout_s: Seconds
+    alone: bool = False
 
 
 class Find(Request):
