@@ -8,7 +8,9 @@ import functools
 import logging
 import os
 import secrets
+import select
 import threading
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +24,7 @@ from transfer_queue.client.effects import Operation
 from transfer_queue.client.groups import GroupPool, open_pool
 from transfer_queue.client.operations import kv, partitions, staleness, update
 from transfer_queue.client.recording import OperationNote
+from transfer_queue.client.retry import Retry, nobody_listens
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import (
@@ -110,19 +113,32 @@ def init(conf: Any = None) -> Any:
 
 
 def _still_attached(client: TransferQueueClient) -> bool:
-    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive."""
-    for _ in range(2):
+    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive. Raises
+    `ServiceUnavailable` where one on this host may run that cannot be reached: letting go of it could end it."""
+    global _TQ_CLIENT
+    is_local = client.address.is_local
+    retry = Retry(is_local, time.monotonic() + CHECK_S)
+    while True:
         try:
-            client.session.check(CHECK_S)
+            session = client.session
+            if session.closed:  # by its user, which ends no service
+                _TQ_CLIENT = _client_of(Session(session.address))
+            else:
+                session.check(CHECK_S)
         except ServiceRestarted:
             continue  # another life answers: look whether the client can attach to it
         except DeadlineExceeded:
             return True
         except ServiceUnavailable as error:
-            log.warning("%s", error)
-            return False
-        return True
-    return False
+            pause_s = retry.pause_s(error)
+            if pause_s is None:
+                if is_local and not nobody_listens(error):
+                    raise
+                log.warning("%s", error)
+                return False
+            select.select([], [], [], pause_s)
+        else:
+            return True
 
 
 def _warn_of_another_service(full: Any, session: Session) -> None:

@@ -529,6 +529,17 @@ def test_a_directory_of_another_user_is_not_trusted(put_env: Callable[..., None]
             tq.init()
 
 
+def test_sockets_do_not_lie_where_a_logout_removes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_dir: Path
+) -> None:
+    assert host_registry.base() == str(runtime_dir)
+    monkeypatch.setattr(host_registry, "_of_login", lambda: str(runtime_dir))
+    assert host_registry.base() == "/tmp"
+    assert str(runtime_dir) in host_registry.places()  # where servers of another release may have entered themselves
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    assert host_registry.base() == str(runtime_dir)
+
+
 def test_the_register_forgets_servers_that_were_killed(service: Service, runtime_dir: Path) -> None:
     pid = service(server={"durability": "none"}).stats()["pid"]
     assert [entry.server.pid for entry in here(runtime_dir)] == [pid]
