@@ -146,6 +146,7 @@ def _warn_of_another_service(full: Any, session: Session) -> None:
     nobody answers at a path, it may be that of another host."""
     for name in ("address", "run_dir"):
         wanted = None if full is None else full[name]
+        wanted = settings.run_dir(wanted) if name == "run_dir" else wanted
         if wanted and not _leads_to(session, parse_address(str(wanted))):
             text = (
                 f"this process stays attached to {session.address} until close(); {name} is another service: {wanted}"
@@ -219,7 +220,7 @@ def _log_as_told() -> None:
 
 
 def _run_dir(full: Any) -> str:
-    return str(full.run_dir or "") or settings.from_env().run_dir
+    return settings.run_dir(full.run_dir or settings.from_env().run_dir)
 
 
 def _launcher(full: Any) -> Launcher:

@@ -19,6 +19,7 @@ from transfer_queue.wire.messages.staleness import Policy
 
 Durability: TypeAlias = Literal["none", "process", "machine"]
 SOCKET_NAME, DOOR_NAME = "tq.sock", "door.sock"
+MAX_SOCKET_PATH = 107  # bytes (unix(7))
 AWAY_S, LASTING_AWAY_S = 60.0, 3600.0  # for how long the rows of a unit are waited for; with a journal
 MEMORY_SHARE = 0.6
 DISK_SHARE = 0.95  # of what is free where the arena files are: their books need space as well

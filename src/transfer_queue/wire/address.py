@@ -188,7 +188,8 @@ def _addresses() -> list[str]:
 
 
 def parse_address(text: str, token: str = "") -> Address:
-    """The address in `text`; a bare path or a run directory means its unix socket.
+    """The address in `text`; a bare path or a run directory means its unix socket. A path becomes absolute: it is for
+    processes that are elsewhere, and for this one when it has gone elsewhere.
 
     The token comes from `token`, else from the environment variable TQ_TOKEN, else from the file TQ_TOKEN_FILE names.
     Raises `ConfigError`.
@@ -201,4 +202,5 @@ def parse_address(text: str, token: str = "") -> Address:
     path = text.removeprefix("unix:")
     if not path:
         raise ConfigError("an empty address")
+    path = path if path.startswith(("/", "\0")) else os.path.abspath(path)
     return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)
