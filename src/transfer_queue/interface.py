@@ -52,8 +52,8 @@ _lock = threading.RLock()
 _TQ_CLIENT: TransferQueueClient | None = None  # these two names are TransferQueue's: programs read and replace them
 _TQ_CONTROLLER: Any = None  # the handle of the service's actor, where this process found or started it through Ray
 _service: RunningService | None = None  # the one this process owns
-_announced = ""  # what this process wrote into TQ_ADDRESS
-_announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
+# What this process wrote into these environment variables, and what stood there before.
+_announced: dict[str, tuple[str, str | None]] = {}
 
 
 def _leave_to_parent() -> None:
@@ -178,24 +178,30 @@ def _leave_the_dead() -> None:
 
 def _choose_pickling(chosen: bool | None) -> None:
     """Let this process pickle or not, as it was told, and those that it starts from now on."""
-    global _announced_pickle
     if chosen is None:
         return
     get_client().session.allow_pickle = chosen
-    _withdraw_pickling()
+    _withdraw("TQ_ALLOW_PICKLE")
     if settings.from_env().allow_pickle != chosen:
-        _announced_pickle = "1" if chosen else "0", os.environ.get("TQ_ALLOW_PICKLE")
-        os.environ["TQ_ALLOW_PICKLE"] = _announced_pickle[0]
+        _announce("TQ_ALLOW_PICKLE", "1" if chosen else "0")
 
 
-def _withdraw_pickling() -> None:
-    global _announced_pickle
-    announced, _announced_pickle = _announced_pickle, None
-    if announced is None or os.environ.get("TQ_ALLOW_PICKLE") != announced[0]:
+def _announce(name: str, value: str) -> None:
+    """Put an environment variable, for the processes that this one starts from now on."""
+    _withdraw(name)
+    if os.environ.get(name) != value:
+        _announced[name] = value, os.environ.get(name)
+        os.environ[name] = value
+
+
+def _withdraw(name: str) -> None:
+    """What stood there before `_announce`, unless somebody changed it since."""
+    value, before = _announced.pop(name, (None, None))
+    if value is None or os.environ.get(name) != value:
         return
-    del os.environ["TQ_ALLOW_PICKLE"]
-    if announced[1] is not None:
-        os.environ["TQ_ALLOW_PICKLE"] = announced[1]
+    del os.environ[name]
+    if before is not None:
+        os.environ[name] = before
 
 
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot name what it writes to
@@ -236,6 +242,8 @@ def _attach(full: Any, launcher: Launcher) -> bool:
         address = parse_address(known)
         try:
             _TQ_CLIENT = _client_of(Session(address))
+            if full.address:
+                _announce("TQ_ADDRESS", str(address))  # without a token
             _say("attached to", _TQ_CLIENT.session)
             return True
         except ServiceUnavailable as error:
@@ -260,7 +268,6 @@ def _say(what: str, session: Session) -> None:
 
 def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
     """A client at the first address that answers; processes that this one starts find the service there, too."""
-    global _announced
     *nearer, last = addresses
     session = None
     for address in nearer:
@@ -269,7 +276,7 @@ def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
             break
     session = session or Session(last)
     if session.address.is_local:
-        os.environ["TQ_ADDRESS"] = _announced = str(session.address)
+        _announce("TQ_ADDRESS", str(session.address))
     return _client_of(session)
 
 
@@ -280,17 +287,15 @@ def _client_of(session: Session) -> TransferQueueClient:
 
 def close() -> None:
     """Detach this process; the one that started the service also ends it. Without a service nothing happens."""
-    global _TQ_CLIENT, _TQ_CONTROLLER, _service, _announced
+    global _TQ_CLIENT, _TQ_CONTROLLER, _service
     with _lock:
         client, _TQ_CLIENT = _TQ_CLIENT, None
         _TQ_CONTROLLER = None
         service, _service = _service, None
-        announced, _announced = _announced, ""
         if client is not None:
             client.close()
-        if announced and os.environ.get("TQ_ADDRESS") == announced:
-            del os.environ["TQ_ADDRESS"]
-        _withdraw_pickling()
+        _withdraw("TQ_ADDRESS")
+        _withdraw("TQ_ALLOW_PICKLE")
         if service is not None:
             atexit.unregister(close)
             service.stop()

@@ -110,6 +110,26 @@ def test_attaching_with_other_settings_warns_of_those_that_differ(service: Servi
     )
 
 
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_children_of_a_process_that_was_given_an_address_attach_there(
+    child: Spawn, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("TQ_ADDRESS", "unix:/of/before")
+    monkeypatch.setenv("TQ_TOKEN", "a-token-nobody-guesses")
+    settings = {"server": {"host": host or None}}
+    other = local.start(config.server_config(config.merged(settings), "", os.getpid()))
+    address = f"tcp:{other.tcp}" if host else other.address
+    try:
+        tq.init({"address": address})
+        put("here", 1.0)
+        code = "import transfer_queue as tq; tq.init(); print(tq.address(), *tq.kv_list('p')['p']); tq.close()"
+        assert child(code).finish() == f"{address} here"
+        tq.close()
+    finally:
+        other.stop()
+    assert os.environ["TQ_ADDRESS"] == "unix:/of/before"
+
+
 @pytest.mark.parametrize("name", ["address", "run_dir"])
 def test_init_with_another_service_than_that_of_this_process_warns(service: Service, name: str) -> None:
     first = service()
