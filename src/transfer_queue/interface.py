@@ -103,6 +103,7 @@ def init(conf: Any = None) -> Any:
                     _choose_pickling(pickling)
                     _say("started", _TQ_CLIENT.session)
                     return full
+            _warn_of_unused_run_dir(full, get_client().session)
         else:
             full = settings.merged(conf) if conf else None
             pickling = settings.pickling(full) if full is not None else None
@@ -147,14 +148,25 @@ def _warn_of_another_service(full: Any, session: Session) -> None:
     for name in ("address", "run_dir"):
         wanted = None if full is None else full[name]
         wanted = settings.run_dir(wanted) if name == "run_dir" else wanted
-        if wanted and not _leads_to(session, parse_address(str(wanted))):
+        place = parse_address(str(wanted)) if wanted else None
+        if place is not None and not _leads_to(session, place, if_silent=place.is_local):
             text = (
                 f"this process stays attached to {session.address} until close(); {name} is another service: {wanted}"
             )
             warnings.warn(text, settings.ConfigMismatch, stacklevel=3)
 
 
-def _leads_to(session: Session, address: Address) -> bool:
+def _warn_of_unused_run_dir(full: Any, session: Session) -> None:
+    """Warn with `ConfigMismatch` where TQ_ADDRESS led to another service than the one of the run directory that `full`
+    names."""
+    named = "" if full.address or not settings.from_env().address else settings.run_dir(full.run_dir)
+    if named and not _leads_to(session, parse_address(named), if_silent=False):
+        text = f"TQ_ADDRESS counts before run_dir: attached to {session.address}, not in {named}; unset it to be there"
+        warnings.warn(text, settings.ConfigMismatch, stacklevel=3)
+
+
+def _leads_to(session: Session, address: Address, if_silent: bool) -> bool:
+    """Whether the service of `session` is at `address`; `if_silent` where nobody answers there."""
     if address == session.address:
         return True
     try:
@@ -164,7 +176,7 @@ def _leads_to(session: Session, address: Address) -> bool:
     except DeadlineExceeded:  # it may be a frozen one, which says nothing about whose it is
         return True
     except ServiceError:
-        return address.is_local
+        return if_silent
     return True
 
 

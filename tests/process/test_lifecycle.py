@@ -144,6 +144,18 @@ def test_init_with_another_service_than_that_of_this_process_warns(service: Serv
     assert tq.get_client() is first
 
 
+def test_a_run_dir_that_an_inherited_address_overrules_warns(
+    client: tq.TransferQueueClient, child: Spawn, tmp_path: Path
+) -> None:
+    code = (
+        "import warnings, transfer_queue as tq; warnings.simplefilter('error'); tq.init({'run_dir': %r}); print('ok')"
+    )
+    assert child(code % str(run_dir())).finish() == "ok"
+    other = CHILDREN.run(["-c", code % str(tmp_path / "mine")], os.environ).stderr
+    assert f"ConfigMismatch: TQ_ADDRESS counts before run_dir: attached to {tq.address()}" in other
+    assert f"{tmp_path}/mine; unset it" in other
+
+
 def test_an_interrupted_init_leaves_no_server(
     service: Service, monkeypatch: pytest.MonkeyPatch, runtime_dir: Path
 ) -> None:
