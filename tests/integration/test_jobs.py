@@ -332,6 +332,18 @@ def test_jobs_that_differ_have_other_names(put_env: Callable[..., None], monkeyp
     assert this_job().key in keys
 
 
+@pytest.mark.parametrize("told", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_equal_process_numbers_of_two_containers_are_two_jobs(
+    put_env: Callable[..., None], monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
+) -> None:
+    put_env(told)
+    job = this_job()
+    monkeypatch.setattr(processes, "view", lambda: "of-another-namespace")
+    other = this_job()
+    assert job.leader == other.leader is not None
+    assert job.key != other.key
+
+
 @pytest.mark.parametrize("alone", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}])
 def test_one_task_and_a_batch_script_are_programs(alone: dict[str, str], put_env: Callable[..., None]) -> None:
     put_env(SLURM, alone)
