@@ -13,7 +13,14 @@ from typing import Any, TypeVar, cast, get_args
 
 from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import resolve
-from transfer_queue.server.settings import AWAY_S, LASTING_AWAY_S, Durability, ServerConfig
+from transfer_queue.server.settings import (
+    AWAY_S,
+    DOOR_NAME,
+    LASTING_AWAY_S,
+    MAX_SOCKET_PATH,
+    Durability,
+    ServerConfig,
+)
 from transfer_queue.storage.engines import engine_class
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.messages.staleness import Policy
@@ -287,6 +294,19 @@ def _directory(value: Any, name: str) -> str | None:
     if value is not None and not value.strip():
         raise ConfigError(f"{name}: an empty path; null is none")
     return None if value is None else os.path.abspath(os.path.expanduser(value))
+
+
+def run_dir(value: Any) -> str:
+    """A run directory that was named, as a path that is the same for every process; "" where none was. Raises
+    `ConfigError` where its sockets cannot have names."""
+    path = _directory(str(value) if value else None, "run_dir") or ""
+    nbytes = len(os.fsencode(os.path.join(path, DOOR_NAME)))
+    if nbytes > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"run_dir: {path}: a socket there would have a path of {nbytes} bytes, the system takes {MAX_SOCKET_PATH}; "
+            "name a shorter one"
+        )
+    return path
 
 
 def _away_s(value: Any, has_journal: bool) -> float:

@@ -8,7 +8,9 @@ import functools
 import logging
 import os
 import secrets
+import select
 import threading
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +24,7 @@ from transfer_queue.client.effects import Operation
 from transfer_queue.client.groups import GroupPool, open_pool
 from transfer_queue.client.operations import kv, partitions, staleness, update
 from transfer_queue.client.recording import OperationNote
+from transfer_queue.client.retry import Retry, nobody_listens
 from transfer_queue.client.session import Session
 from transfer_queue.client.tracing import traced
 from transfer_queue.errors import (
@@ -49,8 +52,8 @@ _lock = threading.RLock()
 _TQ_CLIENT: TransferQueueClient | None = None  # these two names are TransferQueue's: programs read and replace them
 _TQ_CONTROLLER: Any = None  # the handle of the service's actor, where this process found or started it through Ray
 _service: RunningService | None = None  # the one this process owns
-_announced = ""  # what this process wrote into TQ_ADDRESS
-_announced_pickle: tuple[str, str | None] | None = None  # and into TQ_ALLOW_PICKLE, with what stood there before
+# What this process wrote into these environment variables, and what stood there before.
+_announced: dict[str, tuple[str, str | None]] = {}
 
 
 def _leave_to_parent() -> None:
@@ -100,6 +103,7 @@ def init(conf: Any = None) -> Any:
                     _choose_pickling(pickling)
                     _say("started", _TQ_CLIENT.session)
                     return full
+            _warn_of_unused_run_dir(full, get_client().session)
         else:
             full = settings.merged(conf) if conf else None
             pickling = settings.pickling(full) if full is not None else None
@@ -110,19 +114,32 @@ def init(conf: Any = None) -> Any:
 
 
 def _still_attached(client: TransferQueueClient) -> bool:
-    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive."""
-    for _ in range(2):
+    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive. Raises
+    `ServiceUnavailable` where one on this host may run that cannot be reached: letting go of it could end it."""
+    global _TQ_CLIENT
+    is_local = client.address.is_local
+    retry = Retry(is_local, time.monotonic() + CHECK_S)
+    while True:
         try:
-            client.session.check(CHECK_S)
+            session = client.session
+            if session.closed:  # by its user, which ends no service
+                _TQ_CLIENT = _client_of(Session(session.address))
+            else:
+                session.check(CHECK_S)
         except ServiceRestarted:
             continue  # another life answers: look whether the client can attach to it
         except DeadlineExceeded:
             return True
         except ServiceUnavailable as error:
-            log.warning("%s", error)
-            return False
-        return True
-    return False
+            pause_s = retry.pause_s(error)
+            if pause_s is None:
+                if is_local and not nobody_listens(error):
+                    raise
+                log.warning("%s", error)
+                return False
+            select.select([], [], [], pause_s)
+        else:
+            return True
 
 
 def _warn_of_another_service(full: Any, session: Session) -> None:
@@ -130,14 +147,26 @@ def _warn_of_another_service(full: Any, session: Session) -> None:
     nobody answers at a path, it may be that of another host."""
     for name in ("address", "run_dir"):
         wanted = None if full is None else full[name]
-        if wanted and not _leads_to(session, parse_address(str(wanted))):
+        wanted = settings.run_dir(wanted) if name == "run_dir" else wanted
+        place = parse_address(str(wanted)) if wanted else None
+        if place is not None and not _leads_to(session, place, if_silent=place.is_local):
             text = (
                 f"this process stays attached to {session.address} until close(); {name} is another service: {wanted}"
             )
             warnings.warn(text, settings.ConfigMismatch, stacklevel=3)
 
 
-def _leads_to(session: Session, address: Address) -> bool:
+def _warn_of_unused_run_dir(full: Any, session: Session) -> None:
+    """Warn with `ConfigMismatch` where TQ_ADDRESS led to another service than the one of the run directory that `full`
+    names."""
+    named = "" if full.address or not settings.from_env().address else settings.run_dir(full.run_dir)
+    if named and not _leads_to(session, parse_address(named), if_silent=False):
+        text = f"TQ_ADDRESS counts before run_dir: attached to {session.address}, not in {named}; unset it to be there"
+        warnings.warn(text, settings.ConfigMismatch, stacklevel=3)
+
+
+def _leads_to(session: Session, address: Address, if_silent: bool) -> bool:
+    """Whether the service of `session` is at `address`; `if_silent` where nobody answers there."""
     if address == session.address:
         return True
     try:
@@ -147,7 +176,7 @@ def _leads_to(session: Session, address: Address) -> bool:
     except DeadlineExceeded:  # it may be a frozen one, which says nothing about whose it is
         return True
     except ServiceError:
-        return address.is_local
+        return if_silent
     return True
 
 
@@ -161,24 +190,30 @@ def _leave_the_dead() -> None:
 
 def _choose_pickling(chosen: bool | None) -> None:
     """Let this process pickle or not, as it was told, and those that it starts from now on."""
-    global _announced_pickle
     if chosen is None:
         return
     get_client().session.allow_pickle = chosen
-    _withdraw_pickling()
+    _withdraw("TQ_ALLOW_PICKLE")
     if settings.from_env().allow_pickle != chosen:
-        _announced_pickle = "1" if chosen else "0", os.environ.get("TQ_ALLOW_PICKLE")
-        os.environ["TQ_ALLOW_PICKLE"] = _announced_pickle[0]
+        _announce("TQ_ALLOW_PICKLE", "1" if chosen else "0")
 
 
-def _withdraw_pickling() -> None:
-    global _announced_pickle
-    announced, _announced_pickle = _announced_pickle, None
-    if announced is None or os.environ.get("TQ_ALLOW_PICKLE") != announced[0]:
+def _announce(name: str, value: str) -> None:
+    """Put an environment variable, for the processes that this one starts from now on."""
+    _withdraw(name)
+    if os.environ.get(name) != value:
+        _announced[name] = value, os.environ.get(name)
+        os.environ[name] = value
+
+
+def _withdraw(name: str) -> None:
+    """What stood there before `_announce`, unless somebody changed it since."""
+    value, before = _announced.pop(name, (None, None))
+    if value is None or os.environ.get(name) != value:
         return
-    del os.environ["TQ_ALLOW_PICKLE"]
-    if announced[1] is not None:
-        os.environ["TQ_ALLOW_PICKLE"] = announced[1]
+    del os.environ[name]
+    if before is not None:
+        os.environ[name] = before
 
 
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot name what it writes to
@@ -203,7 +238,7 @@ def _log_as_told() -> None:
 
 
 def _run_dir(full: Any) -> str:
-    return str(full.run_dir or "") or settings.from_env().run_dir
+    return settings.run_dir(full.run_dir or settings.from_env().run_dir)
 
 
 def _launcher(full: Any) -> Launcher:
@@ -219,6 +254,8 @@ def _attach(full: Any, launcher: Launcher) -> bool:
         address = parse_address(known)
         try:
             _TQ_CLIENT = _client_of(Session(address))
+            if full.address:
+                _announce("TQ_ADDRESS", str(address))  # without a token
             _say("attached to", _TQ_CLIENT.session)
             return True
         except ServiceUnavailable as error:
@@ -243,7 +280,6 @@ def _say(what: str, session: Session) -> None:
 
 def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
     """A client at the first address that answers; processes that this one starts find the service there, too."""
-    global _announced
     *nearer, last = addresses
     session = None
     for address in nearer:
@@ -252,7 +288,7 @@ def _connected(addresses: Sequence[Address]) -> TransferQueueClient:
             break
     session = session or Session(last)
     if session.address.is_local:
-        os.environ["TQ_ADDRESS"] = _announced = str(session.address)
+        _announce("TQ_ADDRESS", str(session.address))
     return _client_of(session)
 
 
@@ -263,17 +299,15 @@ def _client_of(session: Session) -> TransferQueueClient:
 
 def close() -> None:
     """Detach this process; the one that started the service also ends it. Without a service nothing happens."""
-    global _TQ_CLIENT, _TQ_CONTROLLER, _service, _announced
+    global _TQ_CLIENT, _TQ_CONTROLLER, _service
     with _lock:
         client, _TQ_CLIENT = _TQ_CLIENT, None
         _TQ_CONTROLLER = None
         service, _service = _service, None
-        announced, _announced = _announced, ""
         if client is not None:
             client.close()
-        if announced and os.environ.get("TQ_ADDRESS") == announced:
-            del os.environ["TQ_ADDRESS"]
-        _withdraw_pickling()
+        _withdraw("TQ_ADDRESS")
+        _withdraw("TQ_ALLOW_PICKLE")
         if service is not None:
             atexit.unregister(close)
             service.stop()

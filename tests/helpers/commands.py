@@ -40,7 +40,7 @@ def served(run_dir: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", CODE, "serve", "--run-dir", run_dir]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        assert json.loads(server.stdout.readline())["unix"] == f"{run_dir}/tq.sock"
+        assert json.loads(server.stdout.readline())["unix"] == f"{os.path.abspath(run_dir)}/tq.sock"
         try:
             yield server
         finally:

@@ -332,6 +332,18 @@ def test_jobs_that_differ_have_other_names(put_env: Callable[..., None], monkeyp
     assert this_job().key in keys
 
 
+@pytest.mark.parametrize("told", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
+def test_equal_process_numbers_of_two_containers_are_two_jobs(
+    put_env: Callable[..., None], monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
+) -> None:
+    put_env(told)
+    job = this_job()
+    monkeypatch.setattr(processes, "view", lambda: "of-another-namespace")
+    other = this_job()
+    assert job.leader == other.leader is not None
+    assert job.key != other.key
+
+
 @pytest.mark.parametrize("alone", [{"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_ID": ""}])
 def test_one_task_and_a_batch_script_are_programs(alone: dict[str, str], put_env: Callable[..., None]) -> None:
     put_env(SLURM, alone)
@@ -527,6 +539,17 @@ def test_a_directory_of_another_user_is_not_trusted(put_env: Callable[..., None]
         assert JobLauncher(this_job()).find() == []
         with pytest.raises(AccessDenied, match="belongs to another user"):
             tq.init()
+
+
+def test_sockets_do_not_lie_where_a_logout_removes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_dir: Path
+) -> None:
+    assert host_registry.base() == str(runtime_dir)
+    monkeypatch.setattr(host_registry, "_of_login", lambda: str(runtime_dir))
+    assert host_registry.base() == "/tmp"
+    assert str(runtime_dir) in host_registry.places()  # where servers of another release may have entered themselves
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/tmp")
+    assert host_registry.base() == str(runtime_dir)
 
 
 def test_the_register_forgets_servers_that_were_killed(service: Service, runtime_dir: Path) -> None:

@@ -32,6 +32,14 @@ def test_a_standalone_service_keeps_rows_between_processes(served: str) -> None:
     assert "arena_nbytes_budget" in tq("status", "--address", served).stdout
 
 
+def test_a_relative_run_dir_is_an_absolute_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with commands.served("run"):
+        monkeypatch.chdir("/")
+        code = "import torch, transfer_queue as tq; tq.init(); tq.kv_put('a', 'p', {'x': torch.ones(1 << 18)})"
+        CHILDREN.run(["-c", code], {**ENVIRONMENT, "TQ_ADDRESS": str(tmp_path / "run")}).check_returncode()
+
+
 def test_errors_are_one_line_without_a_traceback() -> None:
     missing = tq("status", "--address", "unix:/nowhere/tq.sock")
     assert missing.returncode == 1

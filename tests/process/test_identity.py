@@ -7,9 +7,11 @@ import contextlib
 import gc
 import os
 import pickle
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import transfer_queue as tq
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
+    ConfigError,
     DataLost,
     DeadlineExceeded,
     InvalidInput,
@@ -34,6 +37,7 @@ from transfer_queue.errors import (
     error_from_code,
 )
 from transfer_queue.launch import local
+from transfer_queue.server import home
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
@@ -360,6 +364,47 @@ def test_init_starts_a_service_where_its_own_died(service: Service) -> None:
     tq.init()
     assert tq.get_client().stats()["pid"] != before
     assert tq.kv_list() == {}
+
+
+def test_init_leaves_a_service_alone_whose_socket_was_removed(
+    service: Service, child: Callable[[str], Any], tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    pid = service(run_dir=str(directory)).stats()["pid"]
+    tq.kv_put("a", "p", {"x": torch.zeros(4)})
+    shutil.rmtree(directory)
+    told = rf"{directory}/tq.sock was removed while its server runs.*save"
+    with ThreadPoolExecutor() as threads, pytest.raises(ServiceUnavailable, match=told):
+        threads.submit(tq.init).result()
+    assert list(tq.kv_list("p")["p"]) == ["a"]
+    assert tq.get_client().stats()["pid"] == pid
+    beside = child(
+        "import transfer_queue as tq\n"
+        "try:\n"
+        f"    tq.init({{'run_dir': {str(directory)!r}}})\n"
+        "except tq.errors.ServiceUnavailable as error:\n"
+        "    print(error)\n"
+    )
+    assert f"{directory}/tq.sock was removed while its server runs" in beside.finish()
+
+
+def test_no_server_starts_beside_one_whose_socket_was_removed(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service(run_dir=str(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr(home, "VACATE_S", 0.05)
+    with pytest.raises(ConfigError, match=r"does not leave.*tq.sock was removed, and it still runs"):
+        asyncio.run(home.move_in(str(tmp_path / "run")))
+
+
+def test_init_attaches_a_process_anew_that_closed_its_client(service: Service) -> None:
+    pid = service().stats()["pid"]
+    tq.kv_put("a", "p", {"x": torch.zeros(4)})
+    tq.get_client().close()
+    tq.init()
+    assert list(tq.kv_list("p")["p"]) == ["a"]
+    assert tq.get_client().stats()["pid"] == pid
 
 
 def test_init_does_not_take_a_frozen_service_for_a_dead_one(service: Service) -> None:

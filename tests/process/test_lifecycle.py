@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transfer_queue import config
 from transfer_queue.config import ConfigMismatch
 from transfer_queue.errors import ConfigError, DeadlineExceeded, NotInitialized, ServiceUnavailable
 from transfer_queue.launch import local
+from transfer_queue.wire.address import parse_address
 
 Service = Callable[..., tq.TransferQueueClient]
 Spawn = Callable[[str], Any]
@@ -108,6 +110,26 @@ def test_attaching_with_other_settings_warns_of_those_that_differ(service: Servi
     )
 
 
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_children_of_a_process_that_was_given_an_address_attach_there(
+    child: Spawn, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("TQ_ADDRESS", "unix:/of/before")
+    monkeypatch.setenv("TQ_TOKEN", "a-token-nobody-guesses")
+    settings = {"server": {"host": host or None}}
+    other = local.start(config.server_config(config.merged(settings), "", os.getpid()))
+    address = f"tcp:{other.tcp}" if host else other.address
+    try:
+        tq.init({"address": address})
+        put("here", 1.0)
+        code = "import transfer_queue as tq; tq.init(); print(tq.address(), *tq.kv_list('p')['p']); tq.close()"
+        assert child(code).finish() == f"{address} here"
+        tq.close()
+    finally:
+        other.stop()
+    assert os.environ["TQ_ADDRESS"] == "unix:/of/before"
+
+
 @pytest.mark.parametrize("name", ["address", "run_dir"])
 def test_init_with_another_service_than_that_of_this_process_warns(service: Service, name: str) -> None:
     first = service()
@@ -120,6 +142,18 @@ def test_init_with_another_service_than_that_of_this_process_warns(service: Serv
     assert tq.get_client() is first
     tq.init({name: str(run_dir())})
     assert tq.get_client() is first
+
+
+def test_a_run_dir_that_an_inherited_address_overrules_warns(
+    client: tq.TransferQueueClient, child: Spawn, tmp_path: Path
+) -> None:
+    code = (
+        "import warnings, transfer_queue as tq; warnings.simplefilter('error'); tq.init({'run_dir': %r}); print('ok')"
+    )
+    assert child(code % str(run_dir())).finish() == "ok"
+    other = CHILDREN.run(["-c", code % str(tmp_path / "mine")], os.environ).stderr
+    assert f"ConfigMismatch: TQ_ADDRESS counts before run_dir: attached to {tq.address()}" in other
+    assert f"{tmp_path}/mine; unset it" in other
 
 
 def test_an_interrupted_init_leaves_no_server(
@@ -207,6 +241,39 @@ def test_processes_that_race_for_a_run_dir_start_one_server(tmp_path: Path, chil
         assert owner == "True" or psutil.pid_exists(int(said[0][0]))
     until(lambda: not psutil.pid_exists(int(said[0][0])), "the end of the server")
     assert not (tmp_path / "service").exists()
+
+
+def test_a_relative_run_dir_is_the_same_place_for_all_processes(
+    service: Service, child: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    service(run_dir="run")
+    assert os.environ["TQ_ADDRESS"] == f"unix:{tmp_path}/run/tq.sock"
+    monkeypatch.chdir("/")
+    put("here", 1.0, 1 << 18)  # by the door, too
+    pid = tq.get_client().stats()["pid"]
+    with ThreadPoolExecutor() as threads:
+        threads.submit(tq.init).result()
+    assert tq.get_client().stats()["pid"] == pid
+    code = "import transfer_queue as tq; tq.init(); print(float(tq.kv_batch_get('here', 'p')['x'].values()[0]))"
+    assert child(code).finish() == "1.0"
+
+
+def test_a_relative_address_and_tq_run_dir_stay_what_they_were(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TQ_RUN_DIR", "run")
+    service()
+    assert tq.address() == f"unix:{tmp_path}/run/tq.sock"
+    assert parse_address("unix:run/tq.sock") == parse_address("run") == tq.get_client().address
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "x" * 300, "file/run", "file"])
+def test_a_run_dir_that_cannot_be_is_a_config_error(service: Service, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="run_dir: "):
+        service(run_dir=str(tmp_path / name))
 
 
 def test_close_by_an_attached_process_only_detaches(client: tq.TransferQueueClient, child: Spawn) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 import traceback
 import weakref
 
 import pytest
+from paths import ROOT
 
 from transfer_queue import errors
 from transfer_queue.errors import InternalError, TransferQueueError, emptied, error_from_code, kept
@@ -130,6 +132,17 @@ def test_conditions_that_were_runtime_errors_still_are() -> None:
                 errors.ServiceUnavailable, errors.ProtocolError, errors.InternalError,
                 errors.NotInitialized):  # fmt: skip
         assert issubclass(cls, RuntimeError)
+
+
+def test_deadlines_of_asyncio_are_caught_by_the_name_that_python_3_10_has() -> None:
+    wrong = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Try) and "asyncio.wait_for(" in ast.unparse(ast.Module(node.body, [])):
+                names = {one.id for handler in node.handlers if handler.type for one in ast.walk(handler.type)
+                         if isinstance(one, ast.Name)}  # fmt: skip
+                wrong += [f"{path}:{node.lineno}"] if "TimeoutError" in names else []
+    assert not wrong
 
 
 def test_a_cleared_row_has_both_names() -> None:

@@ -280,6 +280,58 @@ def test_buffers_that_cannot_take_the_values(buffers: Any, match: str) -> None:
     assert not any(any(one) for one in given if isinstance(one, bytearray)), "nothing was written"
 
 
+def test_items_that_lie_in_the_target_are_refused() -> None:
+    buffer = bytearray(4096)
+    pack_into(buffer, [b"a" * 100, b"b" * 100, b"c" * 100])
+    views, before = unpack_from(buffer), bytes(buffer)
+    with pytest.raises(InvalidInput, match="item 1 lies in a buffer that is to be written"):
+        pack_into(buffer, [b"x", views[1]])
+    with pytest.raises(InvalidInput, match="item 0 lies in"):
+        pack_into(buffer, [np.frombuffer(buffer, np.uint8)[-1:]] + [bytes(1000)] * 3)
+    assert bytes(buffer) == before
+    pack_into(memoryview(buffer)[2048:], views)  # beside each other
+    assert [bytes(one) for one in unpack_from(memoryview(buffer)[2048:])] == [b"a" * 100, b"b" * 100, b"c" * 100]
+
+
+@pytest.mark.parametrize("kind", [torch.arange, np.arange])
+def test_values_that_lie_in_a_target_are_refused(kind: Any) -> None:
+    (buffer,), _ = batch_encode_into([kind(50)], lambda sizes: [bytearray(8192)])
+    (x,), before = batch_decode_from([buffer]), bytes(buffer)
+    for value in (x, x[::2], x[5:6], x[::-1] if kind is np.arange else x[3:]):
+        with pytest.raises(InvalidInput, match="value 1 lies in a buffer that is to be written"):
+            batch_encode_into([b"x", {"pad": torch.zeros(4), "x": value}], lambda _: [bytearray(4096), buffer])
+    assert bytes(buffer) == before
+    parts = [memoryview(buffer)[:64], memoryview(buffer)[64:]]  # a list is written when all is copied
+    batch_encode_into([{"pad": kind(9), "x": x}], lambda _: [parts])
+    assert batch_decode_from([buffer])[0]["x"].tolist() == list(range(50))
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        np.array([object()]),
+        np.zeros(2, [("a", "O")]),
+        torch.eye(3).to_sparse(),
+        nested((2,), (3,)),
+        jagged(2, 3),
+        object(),
+    ],
+    ids=["objects", "structured", "sparse", "nested", "jagged", "no buffer"],
+)
+def test_an_item_without_bytes_is_named(item: Any) -> None:
+    with pytest.raises(InvalidInput, match="item 1: "):
+        pack_into(bytearray(4096), [b"x", item])
+
+
+def test_items_are_the_values_that_a_lazy_tensor_stands_for() -> None:
+    buffer = bytearray(4096)
+    number = torch.tensor([1 + 2j]).conj()
+    pack_into(buffer, [number, number.imag])
+    conjugate, negative = unpack_from(buffer)
+    assert np.frombuffer(conjugate, np.complex64).tolist() == [1 - 2j]
+    assert np.frombuffer(negative, np.float32).tolist() == [-2.0]
+
+
 def test_a_target_that_is_too_small_stays_as_it_was() -> None:
     target = bytearray(b"\xaa" * 100)
     with pytest.raises(InvalidInput, match="it has 100 bytes, 192 are needed"):

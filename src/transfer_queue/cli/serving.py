@@ -46,7 +46,8 @@ def serve(
         full.server.journal_dir = journal
     if unit_token_file is not None:
         full.server.unit_token_file = str(unit_token_file)
-    config = settings.server_config(full, run_dir or full.run_dir or local.new_run_dir(), owner_pid=0)
+    named = settings.run_dir(run_dir or full.run_dir)
+    config = settings.server_config(full, named or local.new_run_dir(), owner_pid=0)
     from transfer_queue.server.process import serve as serve_here
 
     if page_port is None:

@@ -7,6 +7,7 @@ import time
 
 from transfer_queue.client.effects import Call
 from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyConnections
+from transfer_queue.wire.address import SocketMissing
 
 REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
@@ -26,7 +27,8 @@ class Retry:
     """The attempts of one call until `deadline` (time.monotonic()).
 
     Networks cut connections and mend, and servers are killed and replaced: a call is tried again until its deadline.
-    Where nobody listens at a unix socket the server is gone, for a standby listens there from the first moment on.
+    Where nobody listens at a unix socket the server is gone, for a standby listens there from the first moment on. One
+    whose socket was removed is not, and another thread may give back a connection to it.
     """
 
     def __init__(self, is_local: bool, deadline: float) -> None:
@@ -44,7 +46,7 @@ class Retry:
         refused = nobody_listens(error)
         if self._is_local and refused:
             return None
-        if not refused:
+        if not refused and not isinstance(error.__cause__, SocketMissing):
             self._refused_at = None
         elif self._refused_at is None:
             self._refused_at = now
@@ -57,5 +59,5 @@ class Retry:
 
 
 def nobody_listens(error: ServiceUnavailable) -> bool:
-    """Whether there is a host, but no server at the address."""
+    """Whether there is a host, but no server at the address: none that runs (`SocketMissing` is another error)."""
     return isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError))

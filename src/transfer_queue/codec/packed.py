@@ -20,7 +20,8 @@ from __future__ import annotations
 import itertools
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64
 
-from transfer_queue.codec.arrays import BufferReader, BufferWriter, nbytes_of
+from transfer_queue.codec.arrays import BufferReader, BufferWriter, Source, nbytes_of
 from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.filling import moves_of
 from transfer_queue.codec.layout import ALIGN, DAMAGED
@@ -114,12 +115,13 @@ def pack_into(target_buffer: Buffer, items: Sequence[Buffer], *, num_workers: in
 
     An item may lie in strides, and is packed row by row then. `num_workers` threads copy. What is behind the bytes used
     is not touched. Raises `InvalidInput`, with the buffer as it was, where that is too small, read-only or not
-    contiguous.
+    contiguous, where an item lies in it, and for an item that has no bytes, such as an array of objects.
     """
     sources = [_item(item, number) for number, item in enumerate(items)]
     form = _Form([source.nbytes for source in sources])
     with _copying(num_workers) as mover:
         (target,) = _targets([target_buffer], [form.nbytes])
+        _check_apart([target], enumerate(sources), "item")
         form.write(target.into)
         places = zip(form.starts, sources, strict=True)
         mover.move([(target.address + at, address_of(one), one.nbytes) for at, one in places if one.nbytes])
@@ -155,7 +157,8 @@ def batch_encode_into(
     also from a GPU; `num_workers` threads share the copies of all values.
 
     Raises `UnsupportedValue`, naming value and type, before anything is allocated; and `InvalidInput`, before anything
-    is written, for buffers that are too few, too small, read-only, not contiguous, or that overlap.
+    is written, for buffers that are too few, too small, read-only, not contiguous, or that overlap each other or memory
+    of the values.
     """
     with _copying(num_workers) as mover, collector_pause if len(objs) > FEW else nullcontext():
         writers, descriptions = _described(objs, allow_pickle)
@@ -168,6 +171,8 @@ def batch_encode_into(
         if len(buffers) != len(forms):
             raise InvalidInput(f"alloc_buff_func gave {len(buffers)} buffers for {len(forms)} values")
         targets = _targets(buffers, sizes)
+        parts = ((number, source) for number, writer in enumerate(writers) for source in writer.sources)
+        _check_apart(targets, parts, "value")
         moves: list[Move] = []
         kept: list[Any] = []
         for target, form, writer, description in zip(targets, forms, writers, descriptions, strict=True):
@@ -343,6 +348,29 @@ def _targets(buffers: Sequence[Buffer], sizes: Sequence[int]) -> list[_Filled]:
     return [_target(parts, size) for parts, size in zip(places, sizes, strict=True)]
 
 
+def _check_apart(targets: Sequence[_Filled], sources: Iterable[tuple[int, Source]], what: str) -> None:
+    """Refuse numbered sources that would be overwritten before they are copied. Parts are written when all is."""
+    taken = sorted((one.address, one.address + one.into.nbytes) for one in targets if not one.parts)
+    for number, source in sources if taken else ():
+        start, end = _extent(source)
+        before = bisect_left(taken, (end, 0)) - 1  # they do not overlap each other
+        if start < end and before >= 0 and taken[before][1] > start:
+            raise InvalidInput(f"{what} {number} lies in a buffer that is to be written; copy it first")
+
+
+def _extent(source: Source) -> tuple[int, int]:
+    """From where to where its memory lies; nowhere for what is on a device."""
+    if not nbytes_of(source) or (isinstance(source, torch.Tensor) and source.device.type != "cpu"):
+        return 0, 0
+    if isinstance(source, torch.Tensor):
+        start, size = source.data_ptr(), source.element_size()
+        steps = [(count - 1) * step * size for count, step in zip(source.shape, source.stride(), strict=True)]
+    else:
+        start, size = source.__array_interface__["data"][0], source.itemsize
+        steps = [(count - 1) * step for count, step in zip(source.shape, source.strides, strict=True)]
+    return start + sum(step for step in steps if step < 0), start + sum(step for step in steps if step > 0) + size
+
+
 def _target(parts: list[tuple[int, Bytes]], size: int) -> _Filled:
     if len(parts) == 1:
         ((address, part),) = parts
@@ -362,14 +390,16 @@ def _source(buffer: Buffer) -> Bytes:
 
 
 def _item(item: Buffer, number: int) -> Bytes:
-    """The bytes of an item, in order."""
-    if isinstance(item, torch.Tensor):
-        item = item.contiguous()
-    elif isinstance(item, np.ndarray):
-        item = np.ascontiguousarray(item)
-    elif isinstance(item, memoryview) and not item.c_contiguous:
-        item = item.tobytes()
+    """The bytes of an item, in order. Raises `InvalidInput`, which names the item."""
     try:
+        if isinstance(item, torch.Tensor):
+            if item.is_nested or item.layout is not torch.strided:
+                raise InvalidInput("a nested or sparse tensor does not lie in one piece")
+            item = item.resolve_conj().resolve_neg().contiguous()
+        elif isinstance(item, np.ndarray):
+            item = np.ascontiguousarray(item)
+        elif isinstance(item, memoryview) and not item.c_contiguous:
+            item = item.tobytes()
         return _contiguous(item)
     except InvalidInput as error:
         raise InvalidInput(f"item {number}: {error}") from None
@@ -387,7 +417,9 @@ def _contiguous(buffer: Buffer) -> Bytes:
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise InvalidInput("a buffer lies without gaps")
-        return buffer.reshape(-1).view(np.uint8)
+        if buffer.dtype.hasobject:
+            raise InvalidInput("an array of objects has pointers for bytes")
+        return buffer.reshape(-1).view(np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
     try:
         view = memoryview(buffer)
     except TypeError:

@@ -14,7 +14,8 @@ MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing.
 in the user's private one (`server/register.py`); its lock, which the new server holds as well until it listens, lets
 one of them start. The service of torchrun and Slurm ends with the job's leader, their agent or step, which outlives a
 restart of workers; that of a program with the program; that of bare ranks when nobody has been attached for a while.
-Keys and owners are process numbers with start times, so the remains of a dead job attract nobody. A process that was
+Keys and owners are process numbers with start times, keys also with the namespace of these numbers, so neither the
+remains of a dead job nor another container attract anybody. A process that was
 started before an ancestor's `init` finds that ancestor's server in the register; one started later has TQ_ADDRESS, or
 was meant not to. On several hosts the first one listens on TCP and leaves address and tokens in torch's store, or all
 have TQ_TOKEN and reckon the port; other hosts join a unit, or attach by TCP. Where neither is possible nothing

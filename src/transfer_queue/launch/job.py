@@ -79,7 +79,8 @@ def _torchrun(environ: Mapping[str, str]) -> Job | None:
     if environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE"):
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         span = HostSpan(environ.get("GROUP_RANK") == "0", environ.get("MASTER_ADDR", ""), True, attempt)
-    return Job(f"torchrun {run}", named("torchrun", run, *(leader or [common])), leader, common, span)
+    shared = (processes.view(), *leader) if leader is not None else (common,)
+    return Job(f"torchrun {run}", named("torchrun", run, *shared), leader, common, span)
 
 
 def _slurm(environ: Mapping[str, str]) -> Job | None:
@@ -118,7 +119,7 @@ def _program() -> Job:
     leader = processes.identity_of(pid)
     if leader is None:  # a child that outlived its program
         leader = processes.identity_of(os.getpid()) or ProcessIdentity(os.getpid(), 0)
-    return Job(f"program {leader.pid}", named("program", *leader), leader)
+    return Job(f"program {leader.pid}", named("program", processes.view(), *leader), leader)
 
 
 def _root(pid: int) -> int:

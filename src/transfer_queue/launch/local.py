@@ -130,12 +130,15 @@ def lock(run_dir: str, keep: bool = True) -> Iterator[int]:
     another one meanwhile. `keep`: leave the file of the lock.
 
     Raises `ServiceUnavailable` when another process holds it for longer than a start may take, `ConfigError` when its
-    file is not ours.
+    file is not ours or cannot be made.
     """
     path = run_dir.rstrip("/") + ".lock"
     deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
     while True:
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {error}") from error
         try:
             opened = _lock_file(path)
         except FileNotFoundError:

@@ -11,7 +11,7 @@ import time
 
 from transfer_queue.errors import ConfigError
 from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME
-from transfer_queue.wire.peer import unsafe
+from transfer_queue.wire.peer import still_listens, unsafe
 
 VACATE_S = 5.0  # how long the server before may take to leave its run directory
 
@@ -34,15 +34,16 @@ async def move_in(run_dir: str) -> int:
         try:
             if why:
                 raise ConfigError(f"run_dir: {why}")
-            for name in (SOCKET_NAME, DOOR_NAME):
-                _refuse_if_served(os.path.join(run_dir, name))
-            if _holds(home, run_dir):
-                for name in (SOCKET_NAME, DOOR_NAME):  # of a server that was killed
+            paths = [os.path.join(run_dir, name) for name in (SOCKET_NAME, DOOR_NAME)]
+            removed = [path for path in paths if _is_served_unseen(path)]
+            if not removed and _holds(home, run_dir):
+                for path in paths:  # of a server that was killed
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(run_dir, name))
+                        os.unlink(path)
                 return home
             if time.monotonic() > deadline:
-                raise ConfigError(f"another server does not leave {run_dir}")
+                why = f": its socket {removed[0]} was removed, and it still runs" if removed else ""
+                raise ConfigError(f"another server does not leave {run_dir}{why}")
         except BaseException:
             os.close(home)
             raise
@@ -63,11 +64,14 @@ def _holds(home: int, run_dir: str) -> bool:
         return False
 
 
-def _refuse_if_served(path: str) -> None:
-    """`ConfigError` where a server listens."""
+def _is_served_unseen(path: str) -> bool:
+    """Whether a server listens there though nothing lies there: it is about to leave, or somebody removed its socket.
+    Raises `ConfigError` where one listens that others can reach."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
+        except FileNotFoundError:
+            return still_listens(path)
+        except ConnectionRefusedError:
+            return False
     raise ConfigError(f"another server listens on {path}")

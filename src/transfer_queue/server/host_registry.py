@@ -53,11 +53,17 @@ class ServerEntry(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def base() -> str:
-    """Where directories of sockets are made: the user's runtime directory, else /tmp."""
-    found = os.environ.get("XDG_RUNTIME_DIR", "")
-    if found and len(found) <= MAX_BASE and os.access(found, os.W_OK):
-        return found
-    return "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    """Where directories of sockets are made: the runtime directory that somebody chose for this user, else /tmp. Not
+    the one that comes with a login where /tmp will do: it goes with the last logout, while services go on."""
+    chosen = os.environ.get("XDG_RUNTIME_DIR", "")
+    for found in ("/tmp", chosen) if os.path.normpath(chosen) == _of_login() else (chosen, "/tmp"):
+        if found and len(found) <= MAX_BASE and os.access(found, os.W_OK):
+            return found
+    return tempfile.gettempdir()
+
+
+def _of_login() -> str:
+    return f"/run/user/{os.geteuid()}"
 
 
 def _own(directory: str) -> str:
@@ -66,7 +72,7 @@ def _own(directory: str) -> str:
 
 def places() -> list[str]:
     """Where servers of this user may have entered themselves: not all of them have the same runtime directory."""
-    return list(dict.fromkeys((base(), f"/run/user/{os.geteuid()}", "/tmp")))
+    return list(dict.fromkeys((base(), _of_login(), "/tmp")))
 
 
 def private_path() -> str:

@@ -193,7 +193,7 @@ class RegisteredArenas:
     async def _within(self, message: m.Pull, done: asyncio.Event) -> None:
         try:
             await asyncio.wait_for(done.wait(), message.timeout_s)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:  # until Python 3.11 another class
             raise ServiceUnavailable(
                 f"{self._transport.name}: the memory at {message.lies.endpoint} was not read within "
                 f"{message.timeout_s:g} s"

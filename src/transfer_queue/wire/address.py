@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.wire.peer import check_peer
+from transfer_queue.wire.peer import check_peer, still_listens
 from transfer_queue.wire.token import token_from_environment
 
 PEER_TIMEOUT_S = 15
@@ -19,6 +19,10 @@ MAX_CANDIDATES = 8
 SIOCGIFADDR = 0x8915
 TIMEVAL = struct.Struct("@ll")
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+class SocketMissing(OSError):
+    """A server that runs cannot be reached: its socket was removed."""
 
 
 class Address(NamedTuple):
@@ -43,12 +47,12 @@ class Address(NamedTuple):
 
     def connect(self, timeout_s: float) -> socket.socket:
         """A connected socket, blocking with the given timeout. Raises OSError; `AccessDenied`, which is one, where a
-        unix socket may be another user's (`peer.check_peer`)."""
+        unix socket may be another user's (`peer.check_peer`); and `reach`'s."""
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 limit_sending(sock, timeout_s)  # connect(2) on unix(7) waits so long for a place in a full queue
-                sock.connect(self.path)
+                self.reach(sock)
                 check_peer(self.path, sock)
                 sock.settimeout(timeout_s)
             except OSError:
@@ -58,6 +62,19 @@ class Address(NamedTuple):
         sock = socket.create_connection((self.host, self.port), timeout=timeout_s)
         tune(sock)
         return sock
+
+    def reach(self, sock: socket.socket) -> None:
+        """Connect a unix socket with this one. Raises OSError; `SocketMissing` where nothing lies there any more, but
+        the server that made it runs."""
+        try:
+            sock.connect(self.path)
+        except FileNotFoundError as error:
+            if not still_listens(self.path):
+                raise
+            raise SocketMissing(
+                f"the socket {self.path} was removed while its server runs. Who is connected can go on: save there "
+                "what it holds, end the service, and name a run_dir (TQ_RUN_DIR) that nobody clears"
+            ) from error
 
 
 def limit_sending(sock: socket.socket, timeout_s: float) -> None:
@@ -171,7 +188,8 @@ def _addresses() -> list[str]:
 
 
 def parse_address(text: str, token: str = "") -> Address:
-    """The address in `text`; a bare path or a run directory means its unix socket.
+    """The address in `text`; a bare path or a run directory means its unix socket. A path becomes absolute: it is for
+    processes that are elsewhere, and for this one when it has gone elsewhere.
 
     The token comes from `token`, else from the environment variable TQ_TOKEN, else from the file TQ_TOKEN_FILE names.
     Raises `ConfigError`.
@@ -184,4 +202,5 @@ def parse_address(text: str, token: str = "") -> Address:
     path = text.removeprefix("unix:")
     if not path:
         raise ConfigError("an empty address")
+    path = path if path.startswith(("/", "\0")) else os.path.abspath(path)
     return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)

@@ -100,7 +100,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(self.address.path)
+                self.address.reach(sock)
                 await self.loop.create_unix_connection(lambda: self, sock=sock)
                 return
             except BlockingIOError:

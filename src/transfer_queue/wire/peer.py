@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 
 from transfer_queue.errors import AccessDenied
 
 CREDENTIALS = struct.Struct("3i")
+LISTENS = 0x10000  # __SO_ACCEPTCON
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
@@ -50,3 +54,39 @@ def check_peer(path: str, sock: socket.socket) -> None:
     why = "" if path.startswith("\0") else unsafe(os.path.dirname(path))
     if why:
         raise AccessDenied(why)
+
+
+def still_listens(path: str) -> bool:
+    """Whether a process listens at a socket that was bound there, though nothing may lie there any more.
+
+    Asks the kernel for the sockets that were bound so (proc(5), /proc/net/unix), and then for a process that has one
+    of them and sees the same files: in another mount namespace the path is another place. False where nobody can tell.
+    """
+    numbers = set(_listening(path))
+    if not numbers:
+        return False
+    wanted = {f"socket:[{number}]" for number in numbers}
+    return any(_has_socket(pid, wanted) for pid in os.listdir("/proc") if pid.isdecimal())
+
+
+def _listening(path: str) -> Iterator[str]:
+    """The inodes of the unix sockets that were bound to a path and listen."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+            fields = line.split(None, 7)
+            if len(fields) == 8 and fields[7] == path and int(fields[3], 16) & LISTENS:
+                yield fields[6]
+
+
+def _has_socket(pid: str, wanted: set[str]) -> bool:
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        if os.path.samestat(os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt")):
+            return any(_link(f"/proc/{pid}/fd/{number}") in wanted for number in os.listdir(f"/proc/{pid}/fd"))
+    return False
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""

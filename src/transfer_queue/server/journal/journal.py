@@ -356,7 +356,7 @@ class DiskJournal:
         self.settle()
         try:
             await asyncio.wait_for(self._finished(), CLOSE_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # until Python 3.11 another class
             log.error("%s: the disk does not take what was not promised yet; it is left out", self.directory)
             os._exit(1)
         self._run.is_on = False
