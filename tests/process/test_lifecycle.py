@@ -419,8 +419,7 @@ def test_a_client_killed_between_allocate_and_commit_leaves_nothing(
 def test_rows_of_a_killed_writer_stay_until_they_are_cleared(client: tq.TransferQueueClient, child: Spawn) -> None:
     writer = child(
         """
-        import torch
-        import transfer_queue as tq
+        import torch, transfer_queue as tq
         tq.kv_batch_put(["a", "b"], "p", {"large": torch.full((2, 65536), 7.0), "small": torch.tensor([1, 2])})
         print("put")
         input()
