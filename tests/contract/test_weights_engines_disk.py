@@ -20,6 +20,7 @@ from transfer_queue.errors import (
     DigestMismatch,
     InvalidInput,
     NotOpen,
+    ServiceUnavailable,
     StaleVersion,
     VersionGone,
 )
@@ -108,6 +109,28 @@ def test_versions_beyond_those_to_keep_are_deleted_unless_somebody_reads_them(di
     os.close(reader)
     disk.send(5)
     assert disk.versions() == ["v000000000004-e", "v000000000005-e"]
+    assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
+
+
+def test_a_version_that_was_given_up_while_somebody_read_it_may_be_sent_again(
+    disk: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = []
+
+    def freeze(info: dict[str, Any]) -> None:
+        if "name" in info:
+            readers.append(os.open(disk.folder / info["name"] / "lease", os.O_RDONLY))
+            fcntl.flock(readers[-1], fcntl.LOCK_SH)
+            raise ServiceUnavailable("frozen")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.client, "update_weights", freeze)
+        with pytest.raises(ServiceUnavailable, match="frozen"):
+            disk.trainer.send_weights(7, deadline_s=ROOM_S)
+    assert disk.versions() == []
+    assert disk.trainer.send_weights(7, deadline_s=ROOM_S).version == 7
+    os.close(readers[0])
+    disk.send(8)
     assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
 
 

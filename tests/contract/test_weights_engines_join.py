@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_what_one_peer_cannot_give_comes_from_others(site: Start) -> None:
         other.call("join_peers", [peers[0], peers[1]], 3.0)
     assert other.call("installed").version is None
     assert other.call("join_peers", peers, 5.0) == 1
+
+
+def test_frozen_peers_do_not_cost_the_good_one_its_chance(site: Start) -> None:
+    here = site("tcp", num=1)
+    here.send(1)
+    good = here.receivers[0].call("serve_installed")
+    here.end_trainer()
+    with ExitStack() as opened:
+        frozen = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        peers = [f"tcp:127.0.0.1:{one.getsockname()[1]}" for one in frozen]
+        assert late(here, stall_s=10.0).call("join_peers", [*peers, good], 4.0) == 1
 
 
 def test_a_dead_peer_and_a_wrong_token(site: Start) -> None:

@@ -144,6 +144,23 @@ def test_what_ends_the_update_is_raised_by_the_ticket_and_the_next_is_good(site:
     assert same(copy_of(site.served), newest)
 
 
+def test_what_ends_the_update_is_in_the_log_though_nobody_asks_the_ticket(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.train(1)
+    first = site.trainer.publish(deadline_s=30)
+    assert site.client.entered.wait(30)
+    superseded = site.trainer.publish(deadline_s=30)
+    last = site.trainer.publish(deadline_s=30)
+    site.client.engine = None
+    site.client.open.set()
+    assert all(ticket.wait(30) for ticket in (first, superseded, last))
+    said = [one.getMessage() for one in caplog.records if "was published" in one.getMessage()]
+    assert [text.split(",")[0] for text in sorted(said)] == ["version 1", "version 3"]
+    assert all("AttributeError" in text for text in said)
+    site.client.engine = site.engine
+
+
 def test_what_is_still_on_its_way_has_no_result_yet(site: Site) -> None:
     site.train(1)
     ticket = site.trainer.publish(deadline_s=30)

@@ -53,6 +53,7 @@ from transfer_queue.weights.transport.version_folders import (
     retain,
     shard_name,
     version_name,
+    withdraw_version,
     writing,
 )
 from transfer_queue.weights.version.manifest import Manifest
@@ -134,6 +135,7 @@ class DiskTrainer(TrainerEngine):
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
+        self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
@@ -152,6 +154,7 @@ class DiskTrainer(TrainerEngine):
         final = self.folder_of(draft.version, draft.label)
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with writing(self.root):
+            self._clean()
             final.parent.mkdir(exist_ok=True)
             if final.exists():
                 raise StaleVersion(f"{final} exists already")
@@ -173,7 +176,13 @@ class DiskTrainer(TrainerEngine):
         retain(final.parent, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        remove_version(self.folder_of(manifest.version, label_of(manifest)))
+        self._withdrawn += withdraw_version(self.folder_of(manifest.version, label_of(manifest)))
+
+    def _clean(self) -> None:
+        """Remove what was withdrawn, as far as nobody reads it any more."""
+        for folder in self._withdrawn:
+            remove_version(folder)
+        self._withdrawn = [folder for folder in self._withdrawn if folder.exists()]
 
     def _write(self, draft: PendingVersion, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)
@@ -201,6 +210,7 @@ class DiskTrainer(TrainerEngine):
 
     def _close(self) -> None:
         """Versions stay on the disk."""
+        self._clean()
 
 
 def _index(where: Plan, manifest: Manifest) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from typing import NamedTuple
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import DeadlineExceeded, StaleVersion
 from transfer_queue.weights.transport.deadline import Deadline, checked_s, held
+from transfer_queue.weights.transport.faults import cut_text
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
 from transfer_queue.weights.version.manifest import Manifest
 
+log = logging.getLogger("transfer_queue.weights")
 LEAVE_S = 600.0  # every update has a deadline
-LOOK_S = 0.1  # until a version that waits for its turn looks whether it gave way: a lock is not waited for by two ways
+LOOK_S = 0.1  # how often a version that waits for its turn looks whether it gave way: a lock tells nobody of that
 
 
 class PackedVersion(NamedTuple):
@@ -32,6 +35,7 @@ class PublishTicket:
         self.version = version
         self._packed = packed  # until somebody took it
         self._lock = threading.Lock()
+        self._has_given_way = False
         self._call: BackgroundCall[SyncReport] | None = None
 
     def take(self) -> PackedVersion | None:
@@ -46,9 +50,22 @@ class PublishTicket:
         return self._packed is not None
 
     def start(self, function: Callable[[], SyncReport]) -> PublishTicket:
-        """Have this go on in a thread of its own."""
-        self._call = BackgroundCall("tq-weights-publish", function)
+        """Have this go on in a thread of its own. Where it fails the log says so, as nobody may ask this ticket."""
+        self._call = BackgroundCall("tq-weights-publish", self._run, function)
         return self
+
+    def _run(self, function: Callable[[], SyncReport]) -> SyncReport:
+        try:
+            return function()
+        except BaseException as error:  # an interrupt too
+            if not self._has_given_way:
+                log.warning("version %s, which was published, was not taken: %s", self.version, cut_text(repr(error)))
+            raise
+
+    def given_way(self) -> StaleVersion:
+        """What it is to raise: another one was published before anybody took this one."""
+        self._has_given_way = True
+        return StaleVersion(f"version {self.version} was superseded before anybody took it")
 
     @property
     def done(self) -> bool:
@@ -88,7 +105,7 @@ class UpdateTurns:
                     yield
                     return
             left_s = deadline.left("another version, which was on its way,")
-        raise gave_way(ticket.version)
+        raise ticket.given_way()
 
     def is_on_its_way(self, version: int) -> bool:
         return any(one.version == version and not one.done for one in self._tickets)
@@ -109,7 +126,3 @@ class UpdateTurns:
         """Wait for what is on its way, whose deadlines end it."""
         for ticket in self._tickets:
             ticket.wait()
-
-
-def gave_way(version: int) -> StaleVersion:
-    return StaleVersion(f"version {version} was superseded before anybody took it")

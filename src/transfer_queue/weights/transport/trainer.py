@@ -39,7 +39,7 @@ from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
-from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns, gave_way
+from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns
 from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
@@ -176,7 +176,7 @@ class TrainerEngine(ABC):
                 with self._turns.turn(deadline, ticket):
                     packed = ticket.take()
                     if packed is None or ticket.version <= self._taken.get("", 0):
-                        raise gave_way(ticket.version)
+                        raise ticket.given_way()
                     report = self._send_to_all(packed.draft, deadline, packed.manifest)
             except BaseException:  # an interrupt must not keep its memory
                 packed = packed or ticket.take()

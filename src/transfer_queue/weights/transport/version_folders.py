@@ -154,6 +154,18 @@ def remove_version(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+def withdraw_version(folder: Path) -> list[Path]:
+    """Nobody is to have it: its name is free at once. Where somebody reads it still, who may be frozen, returns the
+    folder that is to be removed later."""
+    doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        os.rename(folder, doomed)
+    except FileNotFoundError:
+        return []
+    remove_version(doomed)
+    return [doomed] if doomed.exists() else []
+
+
 def read_bucket(path: Path, nbytes: int, take: Callable[[Any], None]) -> None:
     """Give the bytes of a bucket, all of them, to `take`, straight from the page cache. They may be damaged.
 
