@@ -332,6 +332,44 @@ def test_a_store_of_another_kind(
     assert len(here.archive.entries(timeout_s=DEADLINE_S)) == 2
 
 
+def test_a_file_of_a_listed_version_that_is_missing_is_named_and_not_asked_for_without_end(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    here = site()
+    here.send()
+    (bucket,) = tmp_path.rglob("*full*.00000")
+    away = bucket.rename(tmp_path / "away")
+    there, listed, entries = ArchiveSource(here.archive), [0], here.archive.entries
+
+    def count(**more: Any) -> list[ArchivedVersion]:
+        listed[0] += 1
+        return entries(**more)
+
+    here.archive.entries = count  # type: ignore[method-assign]
+    with pytest.raises(VersionGone, match=bucket.name):
+        there.advance(timeout_s=5.0)
+    assert listed[0] == 2
+    with pytest.raises(VersionGone, match=bucket.name):
+        there.advance(timeout_s=5.0, wait_s=0.1, every_s=0.1)
+    assert listed[0] <= 7
+    away.rename(bucket)
+    assert there.advance(timeout_s=DEADLINE_S)
+
+
+def test_on_a_disk_buckets_are_synced_before_their_manifest(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", note)
+    site().send()
+    names = [one.rpartition(".")[2] for one in synced if "-full-" in one]
+    assert (names[0], names[-1]) == ("00000", "json")
+
+
 def test_waiting_for_a_version_ends_with_it(site: Callable[..., Site]) -> None:
     here = site()
     there = ArchiveSource(here.archive)
@@ -352,6 +390,16 @@ def test_what_an_archive_cannot_do_is_said(tmp_path: Path, site: Callable[..., S
     control = Control(here.engines[1], here.receiver)
     with pytest.raises(NotSupported):
         control.compute_weight_checksums()
+
+
+@pytest.mark.timeout(20)
+def test_names_that_lead_in_a_circle_lead_nowhere() -> None:
+    entries = [
+        ArchivedVersion(1, "r", *one, "") for one in ((4, "full", 0), (5, "delta", 5), (5, "delta", 4), (6, "delta", 6))
+    ]
+    assert path_to_newest(sorted(entries), "r", 5) == []
+    entries = [ArchivedVersion(1, "r", *one, "") for one in ((4, "delta", 5), (5, "delta", 4), (6, "full", 0))]
+    assert [one.version for one in path_to_newest(sorted(entries), "r", 4)] == [6]
 
 
 @given(st.data())

@@ -131,6 +131,7 @@ class Archive:
         path = f"{self._root}/{name}"
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(path, data)
+        self._system.sync(path)  # a manifest that outlasts a loss of power has its buckets
 
     def _retain(self, keep: int) -> None:
         full = [one for one in self._entries() if one.kind == "full"]
@@ -158,7 +159,7 @@ def path_to_newest(entries: Sequence[ArchivedVersion], run_id: str, version: int
     newest = of_run[-1].version
     if (run_id, version) == (entries[-1].run_id, newest):
         return []
-    next_of = {one.base: one for one in of_run if one.kind == "delta"}
+    next_of = {one.base: one for one in of_run if one.kind == "delta" and one.base < one.version}
 
     def steps(at: int) -> list[ArchivedVersion] | None:
         found = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from transfer_queue.errors import StaleBase, VersionGone
+from transfer_queue.errors import StaleBase, TransferQueueError, VersionGone, kept
 from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, path_to_newest
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.deadline import Deadline
@@ -54,20 +54,29 @@ class ArchiveSource:
         """Come to the newest version that is in the archive; whether that is another one than before. Until there is
         one it looks again after `every_s`, for `wait_s` in all (0: once).
 
-        What is deleted while it is being read is left for what is newer. `VersionGone` where there is none to come to;
-        `DeadlineExceeded`, `ServiceUnavailable`, `DigestMismatch` (bytes that were damaged there).
+        What is deleted while it is being read is left for what is newer. `VersionGone` where there is none to come to,
+        or a file of it is missing; `DeadlineExceeded`, `ServiceUnavailable`, `DigestMismatch` (bytes that were damaged
+        there).
         """
         deadline, give_up = Deadline(timeout_s), time.monotonic() + wait_s
+        tried: list[ArchivedVersion] = []
+        fault: TransferQueueError | None = None
         while True:
             path = self._path(deadline)
-            if path and self._take(path, deadline):
-                return True
-            if not path and time.monotonic() >= give_up:
+            if path and path != tried:
+                fault, tried = self._take(path, deadline), path
+                if fault is None:
+                    return True
+                continue  # what was deleted meanwhile is not listed any more
+            if time.monotonic() >= give_up:
+                if path and fault is not None:
+                    raise fault
                 if self.version is None:
                     raise VersionGone(f"no version in {self._archive.url}")
                 return False
-            if not path:  # a store tells nobody what comes
-                time.sleep(min(every_s, max(0.0, give_up - time.monotonic()), deadline.left("waiting for a version")))
+            # A store tells nobody what comes.
+            time.sleep(min(every_s, max(0.0, give_up - time.monotonic()), deadline.left("waiting for a version")))
+            tried = []
 
     def specs(self) -> list[TensorMeta]:
         return [TensorMeta(name, one.dtype, tuple(one.shape)) for name, one in self._tensors.items()]
@@ -84,20 +93,20 @@ class ArchiveSource:
         entries = self._archive.entries(timeout_s=deadline.left("listing"))
         return path_to_newest(entries, self.run_id, self.version)
 
-    def _take(self, path: list[ArchivedVersion], deadline: Deadline) -> bool:
-        """Go along; whether it was there to the end."""
+    def _take(self, path: list[ArchivedVersion], deadline: Deadline) -> TransferQueueError | None:
+        """Go along; why it does not lead to its end, if it does not."""
         for entry in path:
             try:
                 manifest = self._archive.manifest(entry, timeout_s=deadline.left("reading a manifest"))
                 staging = self._staged(entry, manifest, deadline)
-            except VersionGone:
-                return False
+            except VersionGone as error:
+                return kept(error)
             try:
                 self._install(manifest, staging)
-            except StaleBase:
+            except StaleBase as error:
                 self.version = None  # what is here is not what was fetched: begin anew
-                return False
-        return True
+                return kept(error)
+        return None
 
     def _staged(self, entry: ArchivedVersion, manifest: Manifest, deadline: Deadline) -> Staging:
         staging = Staging(manifest)
