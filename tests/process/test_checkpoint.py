@@ -341,6 +341,17 @@ def test_what_lies_where_a_draft_would_is_not_taken_for_one(
     assert '"n": 1' in (tmp_path / "ck" / "metadata.json").read_text()
 
 
+def test_a_url_that_pathlib_took_a_slash_from_is_no_directory(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (tq.save_checkpoint, tq.load_checkpoint, lambda place: tq.dump_data_by_key(place, [], "p")):
+        for place in (Path("s3://bucket/runs") / "7", str(Path("s3://bucket/runs"))):
+            with pytest.raises(InvalidInput, match="give URLs as strings"):
+                call(place)
+    assert os.listdir(tmp_path) == []
+
+
 def test_without_a_service_it_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TQ_ADDRESS", "TQ_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)

@@ -290,6 +290,55 @@ def test_threads_of_one_process_exclude_each_other(client: tq.TransferQueueClien
     assert counter == [80]
 
 
+def failing_once(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch, error: Exception) -> threading.Event:
+    """Set once the next renewal has failed with `error`."""
+    call, failed = type(client.session).call, threading.Event()
+
+    def fails(*given: Any) -> Any:
+        if not failed.is_set() and threading.current_thread().name == "tq-locks":
+            failed.set()
+            raise error
+        return call(*given)
+
+    monkeypatch.setattr(type(client.session), "call", fails)
+    return failed
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+def test_a_lock_is_renewed_after_a_renewal_that_failed_for_lack_of_something(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    failed = failing_once(client, monkeypatch, error)
+    with tq.kv_global_lock("k", P, lease_s=1.2) as lease:
+        begun = lease.deadline
+        assert failed.wait(10)
+        until(lambda: lease.deadline > begun, "the next renewal")
+        lease.check()
+
+
+def test_a_thread_that_died_leaves_its_locks_to_the_next(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    failed, renewed = failing_once(client, monkeypatch, ZeroDivisionError()), threading.Event()
+
+    def hold_another() -> None:
+        with tq.kv_global_lock("other", P):
+            renewed.wait(20)
+
+    with tq.kv_global_lock("k", P, lease_s=3) as lease:
+        begun, thread = lease.deadline, locks.keeper._thread
+        assert failed.wait(10)
+        assert thread is not None
+        thread.join()
+        holding = threading.Thread(target=hold_another)
+        holding.start()
+        until(lambda: lease.deadline > begun, "the next renewal")
+        lease.check()
+        renewed.set()
+        holding.join()
+
+
 def test_the_thread_that_renews_ends_after_the_last_lock(client: tq.TransferQueueClient) -> None:
     def renewing() -> list[str]:
         return [one.name for one in threading.enumerate() if one.name == "tq-locks"]

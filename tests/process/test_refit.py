@@ -233,6 +233,20 @@ def test_ranks_beside_are_not_left_in_a_collective_by_a_tensor_that_is_refused(
     assert list(rest) == []
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt])
+def test_ranks_beside_are_not_left_in_a_collective_when_memory_runs_out(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def full(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(refit, "pack_into", full)
+    rest = iter([(name, torch.ones(1_000_000)) for name in "abcdef"])
+    with pytest.raises(error):
+        send(sender, rest, 0)
+    assert list(rest) == []
+
+
 def test_two_tensors_of_one_name_are_refused(sender: Sender) -> None:
     with pytest.raises(BadManifest, match="one name"):
         send(sender, [("weight", torch.ones(2)), ("weight", torch.zeros(2))], 0)

@@ -59,6 +59,22 @@ def test_what_is_there_is_kept_unless_it_is_a_file_to_overwrite(rows: str, tmp_p
     assert pq.read_table(path).num_rows == 101
 
 
+def test_two_that_write_one_file_both_write_a_whole_one(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, path = cell_batches.CellBatches._read, tmp_path / "a.parquet"
+
+    def beside(*given: Any) -> Any:
+        monkeypatch.setattr(cell_batches.CellBatches, "_read", plain)
+        tq.export_table(rows, path)
+        return plain(*given)
+
+    monkeypatch.setattr(cell_batches.CellBatches, "_read", beside)
+    tq.export_table(rows, path, overwrite=True)
+    assert pq.read_table(path).num_rows == 101
+    assert os.listdir(tmp_path) == ["a.parquet"]
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "directory", "dataset"])
 def test_an_export_that_fails_leaves_nothing(
     rows: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -185,6 +185,8 @@ def test_the_command_prints_a_table_json_or_csv(train: str) -> None:
     assert command("sql", query, "--csv").stdout == (
         'key,s,x,l\nk0,a,1.0,"[1, 2]"\nodd,"a\x1b[31m,\n""b""",nan,"[1, 2]"\n'
     )
+    twice = "select 1 as a, 2 as a, 3 as a_1, 4 as b"
+    assert json.loads(command("sql", twice, "--json").stdout) == [{"a": 1, "a_2": 2, "a_1": 3, "b": 4}]
     shown = command("sql", query).stdout
     assert [line.split()[0] for line in shown.splitlines()] == ["key", "k0", "odd"], "in a pipe a row is a line"
     assert "\x1b" not in shown

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import vime_ranks
 from conftest import Child
 from vime_ranks import ROWS, STEPS, rollout, schedule
@@ -46,6 +47,14 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
     TransferQueueBridge.initialize(found)
     yield found
     tq.close()
+
+
+def test_samples_of_several_rows_have_room(args: Namespace) -> None:
+    """8 samples are 24 rows where each has several turns; nobody has cleared the rollout before."""
+    client = tq.get_client()
+    for rollout_id in range(2):
+        client.put({"x": torch.zeros(24)}, partition_id=f"p{rollout_id}")
+    assert client.stats()["rows"] == 48
 
 
 def plan(step: int) -> Schedule:

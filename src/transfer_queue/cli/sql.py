@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -54,13 +54,25 @@ def _rows(found: Any) -> Iterator[tuple[Any, ...]]:
 
 def _print_json(found: Any) -> None:
     """One object a line, so that a long list is written as it is made. NaN and infinities are null: JSON has none."""
-    names = found.schema.names
+    names = _distinct(found.schema.names)
     separator = "["
     for row in _rows(found):
         told = {name: _plain(value) for name, value in zip(names, row, strict=True)}
         print(separator + json.dumps(told, allow_nan=False), end="")
         separator = ",\n "
     print("[]" if separator == "[" else "]")
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names for the members of an object: those that are there already get a number, as DuckDB gives them."""
+    found: dict[str, None] = {}
+    for name in names:
+        wanted, number = name, 0
+        while wanted in found or (number and wanted in names):
+            number += 1
+            wanted = f"{name}_{number}"
+        found[wanted] = None
+    return list(found)
 
 
 def _plain(value: Any) -> Any:

@@ -57,7 +57,7 @@ class GlobalLease:
             self._session.call(Call(request, wait_s=self._lease_s / 3))
         except (LockLostError, ServiceRestarted):
             self.lost = True
-        except TransferQueueError:
+        except (TransferQueueError, OSError, RuntimeError, MemoryError):  # no descriptor, thread or memory just now
             self.lost = self._session.closed
         else:
             self.deadline = sent + self._lease_s
@@ -130,13 +130,14 @@ class Keeper:
     def __init__(self) -> None:
         self._notes: queue.SimpleQueue[GlobalLease | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._leases: set[GlobalLease] = set()  # of the thread; one that died leaves them to the next
         self._thread: threading.Thread | None = None
 
     def add(self, lease: GlobalLease) -> None:
         """Renew it until it `has_ended` or is lost."""
         self._notes.put(lease)
         with self._lock:
-            if self._thread is None or self._thread.ident is None:  # an interrupt may have come before its start
+            if self._thread is None or not self._thread.is_alive():  # an interrupt may have come before its start
                 self._thread = threading.Thread(target=self._run, name="tq-locks", daemon=True)
                 self._thread.start()
 
@@ -145,18 +146,17 @@ class Keeper:
         self._notes.put(None)
 
     def _run(self) -> None:
-        leases: set[GlobalLease] = set()
         while True:
             now = time.monotonic()
-            due = min((lease.renew_at for lease in leases), default=now + LINGER_S)
+            due = min((lease.renew_at for lease in self._leases), default=now + LINGER_S)
             with contextlib.suppress(queue.Empty):
                 note = self._notes.get(timeout=max(0.0, due - now))
                 if note is not None:
-                    leases.add(note)
-            leases = {lease for lease in leases if not lease.lost and not lease.has_ended}
-            for lease in [lease for lease in leases if lease.renew_at <= time.monotonic()]:
+                    self._leases.add(note)
+            self._leases = {lease for lease in self._leases if not lease.lost and not lease.has_ended}
+            for lease in [lease for lease in self._leases if lease.renew_at <= time.monotonic()]:
                 lease.renew()
-            if not leases and time.monotonic() >= due and self._ends():
+            if not self._leases and time.monotonic() >= due and self._ends():
                 return
 
     def _ends(self) -> bool:

@@ -180,7 +180,7 @@ class Sender:
         try:
             where, digests, buckets = _packed(rest, self._bucket_nbytes)
             manifest = seal(where, digests, version=version, epoch=self.run_id)
-        except TransferQueueError:
+        except BaseException:  # also out of memory: the trainer's other ranks are in a collective for each tensor
             read_along(rest)
             raise
         self._offer.add(manifest, buckets)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ def _told(found: PartitionTable, progress: Callable[[int, int], None] | None) ->
 
 
 def _one_file(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch], overwrite: bool) -> dict[str, int]:
-    draft = place.with_name(f".{place.name[:200]}.{os.getpid()}.tmp")
+    draft = place.with_name(f".{place.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
         with ParquetFile(draft, found.schema) as file:
             for batch in batches:

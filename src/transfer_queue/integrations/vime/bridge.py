@@ -60,8 +60,7 @@ class TransferQueueBridge:
             args.tq_config = None
             return
         os.environ.update(cls.env_vars(args))
-        rows = args.rollout_batch_size * args.n_samples_per_prompt * (args.max_staleness + 1)
-        storage = {"total_storage_size": rows, "num_data_storage_units": args.num_data_storage_units}
+        storage = {"num_data_storage_units": args.num_data_storage_units}  # no bound on rows: a sample may be several
         conf = {"backend": {"SimpleStorage": storage}}
         args.tq_config = tq.init(conf) or conf
 
