@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from paths import ROOT
 import transfer_queue as tq
 from transfer_queue.config import ConfigWarning, from_env, merged, server_config
 from transfer_queue.errors import ConfigError
-from transfer_queue.server.settings import ServerConfig
+from transfer_queue.server.settings import MEMORY_SHARE, ServerConfig, default_budget
 
 DEFAULTS_OF_0_1_11: dict[str, Any] = {
     "metrics.enabled": False, "metrics.port": 0,
@@ -232,6 +233,28 @@ def test_the_logging_level_counts_in_clients(
     logging.getLogger("transfer_queue").setLevel(logging.WARNING)
     client.get_data(tq.BatchMeta.empty())
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("listed", "files", "limit"),
+    [
+        ("0::/a/b", {"a/memory.max": "max", "a/b/memory.max": "1000000", "memory.max": "9000000"}, 1_000_000),
+        ("0::/user/step", {"user/memory.max": "800000", "user/step/memory.max": "1000000"}, 800_000),
+        ("0::/docker/7", {"memory.max": "700000"}, 700_000),  # of a container, which sees no other
+        ("1:name=systemd:/x\n4:cpu,memory:/job/step\n0::/", {"memory/job/memory.limit_in_bytes": "600000"}, 600_000),
+        ("4:memory:/docker/7", {"memory/memory.limit_in_bytes": "500000"}, 500_000),
+        ("0::/a", {"b/memory.max": "1"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_default_budget_is_a_share_of_the_least_control_group(
+    tmp_path: Path, listed: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in {"proc/self/cgroup": listed, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    limit = limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert default_budget(tmp_path) == int(limit * MEMORY_SHARE)
 
 
 def test_every_variable_is_documented() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -34,15 +35,29 @@ def clear_run_dir(run_dir: str) -> None:
         os.rmdir(run_dir)
 
 
-def default_budget() -> int:
-    """A share of the memory this process may use: the machine's, or its control group's when that is less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue  # no such control group, or "max"
-    return int(min(limits) * MEMORY_SHARE)
+def default_budget(root: Path = Path("/")) -> int:
+    """A share of the memory this process may use: the machine's, or that of the least of its control groups."""
+    return int(min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits(root)]) * MEMORY_SHARE)
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    """What each control group of this process and those above it may have (cgroups(7)). A container sees its own as the
+    top, under whatever path; `root` has `proc` and `sys`."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().strip("\n").splitlines()
+    except OSError:
+        lines = []
+    groups, found = root / "sys/fs/cgroup", {"": "/", "memory": "/"}  # the tops where nothing is listed
+    found.update((kind, path) for _, kinds, path in (line.split(":", 2) for line in lines) for kind in kinds.split(","))
+    for top, name, kind in (
+        (groups, "memory.max", ""), (groups / "unified", "memory.max", ""),
+        (groups / "memory", "memory.limit_in_bytes", "memory"),
+    ):  # fmt: skip
+        own = top / found[kind].lstrip("/")
+        for group in (own, *own.parents):
+            if group.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError):  # it is not to be seen, or "max"
+                    yield int((group / name).read_text())
 
 
 def budget_of(config: ServerConfig) -> int:
