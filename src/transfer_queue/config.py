@@ -109,7 +109,9 @@ def merged(conf: Any) -> Any:
     try:
         given = conf if isinstance(conf, DictConfig) else OmegaConf.create(dict(conf), flags={"allow_objects": True})
         _check_sections(given)
-        return OmegaConf.merge(default, given)
+        full = OmegaConf.merge(default, given)
+        OmegaConf.to_container(full, resolve=True)  # what refers to nothing is found here, not by whoever reads it
+        return full
     except OmegaConfBaseException as error:
         raise ConfigError(f"conf does not fit config.yaml: {error}") from error
 

@@ -176,6 +176,17 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         started_with(nested(name, value))
 
 
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"client": {"timeout_s": "${nope}"}}, {"server": {"journal_dir": "${oc.env:TQ_TEST_NOT_SET}"}}, {"mine": "${a."},
+    ],
+)  # fmt: skip
+def test_a_reference_that_leads_nowhere_is_a_config_error(conf: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="conf does not fit config.yaml"):
+        merged(conf)
+
+
 def test_a_backend_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="Nonsense"):
         started_with({"backend": {"storage_backend": "Nonsense"}})

@@ -44,7 +44,7 @@ def _group_limits(root: Path) -> Iterator[int]:
     """What each control group of this process and those above it may have (cgroups(7)). A container sees its own as the
     top, under whatever path; `root` has `proc` and `sys`."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().strip("\n").splitlines()
     except OSError:
         lines = []
     groups, found = root / "sys/fs/cgroup", {"": "/", "memory": "/"}  # the tops where nothing is listed
