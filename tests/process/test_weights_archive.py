@@ -55,7 +55,7 @@ class Site:
         self.weights = drawn(Net(), 1)
         self.live = Net()
         self.receiver = ArchiveReceiver(self.archive, keep=keep)
-        here = Receiver(InPlace(self.live))
+        here = Receiver(InPlace(self.live), adapter=lambda tensors, manifest: None)
         self.engines = [registry.engine(transport)(one) for one in (here, self.receiver)]
         members = {"here": Control(self.engines[0], here), "archive": Control(self.engines[1], self.receiver)}
         self.fleet = Fleet(members)
@@ -368,6 +368,21 @@ def test_on_a_disk_buckets_are_synced_before_their_manifest(
     site().send()
     names = [one.rpartition(".")[2] for one in synced if "-full-" in one]
     assert (names[0], names[-1]) == ("00000", "json")
+
+
+def test_an_adapter_for_the_servers_does_not_put_an_archive_out_of_its_fleet(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    here = site(anchor_every=20)
+    here.send()
+    tensors = StateDictSource({"a": torch.ones(2)})
+    here.trainer.send_adapter("math", tensors, {}, for_base=False, deadline_s=DEADLINE_S)
+    for _ in range(2):
+        here.send()
+        assert here.fleet.last is not None
+        assert set(here.fleet.last.committed) == {"here", "archive"}
+    assert [one.ready for one in here.fleet.status()] == [True, True]
+    assert len(list(tmp_path.rglob("*-delta-*.json"))) == 2
 
 
 def test_waiting_for_a_version_ends_with_it(site: Callable[..., Site]) -> None:

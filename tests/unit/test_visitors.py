@@ -14,7 +14,9 @@ from conftest import until
 from transfer_queue.errors import ServiceUnavailable, TooManyConnections
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
+from transfer_queue.weights.transport.tracker import Tracker
 from transfer_queue.wire.address import Address
+from transfer_queue.wire.framing import frame
 
 MOST, TIMEOUT_S = 3, 20.0
 
@@ -77,6 +79,17 @@ def test_who_has_the_token_is_told_that_there_is_no_room(place: Place) -> None:
     with pytest.raises(TooManyConnections, match="3 connections"):
         place.peer()
     assert not any(one.stream.is_lost for one in peers)
+
+
+def test_what_brings_no_payload_is_refused_one_before_memory_is_made_for_it() -> None:
+    listening, text = listen_tcp("127.0.0.1", 0)
+    server = WeightServer(listening, "secret", Empty(), tracker=Tracker(1))
+    peer = p.Peer(p.address_of(text, "secret"), TIMEOUT_S)
+    peer.stream.socket.sendall(frame(p._encode(p.OutcomeMessage(b"{}")), 1 << 20))
+    with pytest.raises(ServiceUnavailable):
+        peer.stream.receive(TIMEOUT_S)
+    peer.close()
+    server.close()
 
 
 def test_peers_who_have_left_make_room(place: Place) -> None:

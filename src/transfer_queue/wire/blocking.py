@@ -50,6 +50,7 @@ class FrameSocket(Generic[M]):
         self.peer = peer
         self.reader = FrameReader(decode, self._destination, max_header_nbytes)
         self.fds: list[int] = []
+        self.max_nbytes: Callable[[M], int] | None = None  # of the payload that may come with a message, by what it is
         self._encode = encode
         self._into: Into | None = None
         self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
@@ -153,8 +154,9 @@ class FrameSocket(Generic[M]):
             raise ServiceUnavailable(f"{self.peer} closed the connection")
         return nbytes
 
-    def _destination(self, _message: M, nbytes: int) -> memoryview:
-        if self._into is None:
+    def _destination(self, message: M, nbytes: int) -> memoryview:
+        is_too_long = self.max_nbytes is not None and nbytes > self.max_nbytes(message)
+        if self._into is None or is_too_long:
             raise ProtocolError(f"a payload of {nbytes} bytes where none belongs")
         return self._into(nbytes)
 

@@ -282,7 +282,7 @@ class Fleet(Follower):
                 self._past.add(self._newest.run_id)
             self._newest = newest
             for one in self._replicas.values():
-                if one not in found.prepared:
+                if one not in found.prepared and one.takes(found.info):
                     one.fence(found.reason(one) or f"it missed version {found.info['version']}")
             self._note_change()
 
@@ -321,7 +321,7 @@ class Fleet(Follower):
     def admit(self, one: Replica, serving: Serving) -> bool:
         """Whether what it serves is the newest version still; then it is ready."""
         with self._changed:
-            if self._newest is None or not serving.is_newest(self._newest):
+            if self._newest is None or not serving.is_newest(one.share_of(self._newest)):
                 one.serving = serving
                 if one.ready:
                     one.fence(f"it serves {serving}")

@@ -98,6 +98,7 @@ class ReplicaMonitor:
         """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
         found = one.ask(Deadline(fleet.call_timeout_s))
+        newest = one.share_of(newest)
         if not found.is_newest(newest):
             self._pause()
             if not infos or (infos[0]["version"], infos[0]["run_id"]) != newest[:2]:
@@ -116,7 +117,7 @@ class ReplicaMonitor:
         publisher = fleet.publisher
         assert publisher is not None
         deadline = Deadline(fleet.catch_up_timeout_s)
-        for info in infos:
+        for info in filter(one.takes, infos):
             publisher.reports.forget(one.name)
             one.call("start_weight_update", deadline=deadline)
             one.call("update_weights", info, deadline=deadline)

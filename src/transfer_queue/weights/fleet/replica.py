@@ -95,6 +95,14 @@ class Replica:
 
     # the fleet's view
 
+    def takes(self, info: Mapping[str, Any]) -> bool:
+        """Whether an update is for it: adapters are not for what has no model to answer with."""
+        return self.answers or not info.get("label")
+
+    def share_of(self, newest: Decided) -> Decided:
+        """What of it this one is to serve."""
+        return newest if self.answers else newest._replace(adapters={})
+
     def admit(self, serving: Serving) -> None:
         if not self.ready:
             self._since = time.monotonic()

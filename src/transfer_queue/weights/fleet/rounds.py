@@ -79,8 +79,9 @@ class Round:
             one.call("update_weights", info, deadline=deadline)
             one.hear(self._publisher, info, deadline)
 
-        self._each(self._well(self.members), stage, Deadline(UPDATE_SHARE * left_s + SLACK_S), "preparing")
-        self.prepared = self._well(self.members)
+        asked = [one for one in self._well(self.members) if one.takes(info)]
+        self._each(asked, stage, Deadline(UPDATE_SHARE * left_s + SLACK_S), "preparing")
+        self.prepared = self._well(asked)
         self.prepare_s += time.monotonic() - begun
 
     def _start(self, one: Replica, deadline: Deadline) -> None:

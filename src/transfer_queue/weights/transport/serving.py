@@ -85,8 +85,11 @@ class WeightServer:
         self._token = token
         self._store = store
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
-        limits = (MAX_NBYTES if wants else 0, MAX_TABLE_NBYTES if ranks else 0, MAX_LIST_NBYTES if tracker else 0)
-        self._max_nbytes = max(limits)  # that a peer may bring
+        self._max_nbytes = {  # that a peer may bring; nothing with other messages
+            p.WantsMessage: MAX_NBYTES if wants else 0,
+            p.RankMessage: MAX_TABLE_NBYTES if ranks else 0,
+            p.JoinSwarm: MAX_LIST_NBYTES if tracker else 0,
+        }
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._outcomes: list[Outcome] = []
@@ -118,8 +121,10 @@ class WeightServer:
             else:
                 tune(sock)
             admit(stream, p.PROTOCOL, self._token, HELLO_TIMEOUT_S, enter)
+            stream.max_nbytes = lambda message: self._max_nbytes.get(type(message), 0)
+            most = at_most(max(self._max_nbytes.values()))
             while True:
-                message, payload = visit.stream.receive(None, at_most(self._max_nbytes))
+                message, payload = visit.stream.receive(None, most)
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
                 nbytes = visit.answer(message, payload)
