@@ -168,7 +168,7 @@ class JobLauncher:
         board = self._way(config)
         if board is None:
             raise hosts.refusal(self._job)
-        place = board.read(hosts.FIND_TIMEOUT_S - local.START_TIMEOUT_S + local.start_timeout_s(config))
+        place = hosts.find(board, hosts.FIND_TIMEOUT_S - local.START_TIMEOUT_S + local.start_timeout_s(config))
         if place is None:
             raise hosts.not_found(self._job, span)
         if not place.token:
