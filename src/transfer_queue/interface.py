@@ -242,7 +242,7 @@ def _run_dir(full: Any) -> str:
 
 
 def _launcher(full: Any) -> Launcher:
-    return choose(_run_dir(full), bool(full.server.join))
+    return choose(_run_dir(full), bool(full.server.join), bool(full.server.journal_dir))
 
 
 def _attach(full: Any, launcher: Launcher) -> bool:

@@ -497,8 +497,8 @@ def test_torchs_store_carries_no_token_that_all_processes_have(put_env: Callable
     store = HashStore()
     board = hosts.StoreBoard(store, span)
     assert board.read(0) is None
-    board.publish(place)
     board.publish(hosts.ServicePlace("tcp:10.0.0.2:7", TOKEN))
+    board.publish(place)  # of the service that took its place
     assert board.read(1) == place
     put_env(TQ_TOKEN=TOKEN)
     board = hosts.StoreBoard(store := HashStore(), span)

@@ -1,12 +1,14 @@
-"""torchrun on two hosts with addresses of their own: nothing is configured, and there is one service."""
+"""Jobs on several hosts: nothing is configured, and there is one service."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from conftest import until
 from paths import SOURCES
 
 from tools.netns import Switch, allowed
+from transfer_queue.launch import hosts
+from transfer_queue.launch.job import HostSpan
 
-pytestmark = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
+needs_root = pytest.mark.skipif(not allowed(), reason="making network namespaces needs root")
 
 RANK = """
 import os, pathlib, sys, threading, torch, transfer_queue as tq
@@ -39,6 +43,7 @@ def switch() -> Iterator[Switch]:
     made.close()
 
 
+@needs_root
 def test_torchrun_on_two_hosts_has_one_service_with_a_unit_on_each(switch: Switch, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK)
     unset = ("TQ_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE")
@@ -59,3 +64,19 @@ def test_torchrun_on_two_hosts_has_one_service_with_a_unit_on_each(switch: Switc
             lambda: not any(True for node in range(2) for _ in Path(run_dir, str(node)).iterdir()), "both servers' end"
         )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1 True"] * 2
+
+
+def test_a_host_waits_for_the_service_that_takes_the_place_of_a_dead_one() -> None:
+    from torch.distributed import HashStore
+
+    board = hosts.StoreBoard(HashStore(), HostSpan(False, "localhost", True))
+    with socket.create_server(("127.0.0.1", 0)) as dead, socket.create_server(("127.0.0.1", 0)) as alive:
+        ports = [one.getsockname()[1] for one in (dead, alive)]
+        left, next_one = (hosts.ServicePlace(f"tcp:127.0.0.1:{port}", "a-token-nobody-guesses") for port in ports)
+        dead.close()
+        board.publish(left)
+        assert hosts.find(board, 0.0) is None
+        with ThreadPoolExecutor() as threads:
+            finding = threads.submit(hosts.find, board, 30.0)
+            board.publish(next_one)
+            assert finding.result(30) == next_one

@@ -7,6 +7,8 @@ import os
 import socket
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.session import Session
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable
 from transfer_queue.launch import local
+from transfer_queue.server import engine_blocks, registered_arenas
+from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 from transfer_queue.wire.aio import AsyncConnection
@@ -154,6 +158,33 @@ def test_a_lock_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 @needs_root
+def test_who_waits_for_a_start_gives_it_the_time_that_its_starter_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 0.0)
+    waits = local.lock(str(tmp_path / "run"), start_s=0.05)
+    with local.lock(str(tmp_path / "run"), start_s=local.RECOVERY_TIMEOUT_S), ThreadPoolExecutor() as threads:
+        waiting = threads.submit(waits.__enter__)
+        with pytest.raises(FuturesTimeout):
+            waiting.result(0.3)
+        os.utime(tmp_path / "run.lock", (0, 0))  # the time is up
+        with pytest.raises(ServiceUnavailable, match="for too long"):
+            waiting.result(10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "least_s"),
+    [
+        ({}, 30.0),
+        ({"journal_dir": "/j"}, 600.0),
+        ({"engine": "Files"}, 30.0 + engine_blocks.OPEN_S),
+        ({"transport": {"name": "M"}}, 30.0 + registered_arenas.OPEN_S + registered_arenas.REGISTER_S),
+    ],
+)
+def test_a_starter_waits_for_what_its_server_may_wait_for(settings: dict[str, Any], least_s: float) -> None:
+    assert local.start_timeout_s(ServerConfig(run_dir="", **settings)) >= least_s
+
+
 def test_the_lock_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
     path.touch(0o666)

@@ -179,11 +179,12 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "conf",
     [
-        {"client": {"timeout_s": "${nope}"}}, {"server": {"journal_dir": "${oc.env:TQ_TEST_NOT_SET}"}}, {"mine": "${a."},
+        {"client": {"timeout_s": "${nope}"}}, {"server": {"journal_dir": "${oc.env:TQ_TEST_NOT_SET}"}},
+        {"mine": "${a."},
     ],
 )  # fmt: skip
 def test_a_reference_that_leads_nowhere_is_a_config_error(conf: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="conf does not fit config.yaml"):
+    with pytest.raises(ConfigError, match="conf does not fit"):
         merged(conf)
 
 

@@ -35,16 +35,16 @@ from transfer_queue.wire.address import Address
 from transfer_queue.wire.server_info import ZMQServerInfo, server_info
 
 
-def choose(run_dir: str, joins: bool = False) -> Launcher:
+def choose(run_dir: str, joins: bool = False, recovers: bool = False) -> Launcher:
     """The launcher of a run directory that is named; else Ray's in a process of a Ray cluster; else that of this job.
 
-    `joins`: this process asks for a unit of a service elsewhere, which is its own. Raises `ConfigError` where the
-    environment says half of what a job must.
+    `joins`: this process asks for a unit of a service elsewhere, which is its own. `recovers`: the service has a
+    journal to read. Raises `ConfigError` where the environment says half of what a job must.
     """
     if not run_dir and in_ray():
         from transfer_queue.launch.ray import RayLauncher
 
-        return RayLauncher()
+        return RayLauncher(recovers)
     if run_dir or joins:
         from transfer_queue.launch.local import LocalLauncher
 

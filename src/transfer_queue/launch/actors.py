@@ -110,6 +110,7 @@ class TransferQueueController(Supervisor, Questions):
 
     async def _start_unit(self, node: str, home: ActorPlace) -> ActorPlace | None:
         """The unit of a node; None when it cannot start, and clients there use TCP."""
+        timeout_s = UNIT_START_TIMEOUT_S - local.START_TIMEOUT_S + local.start_timeout_s(self._config)
         actor = (
             ray.remote(TransferQueueUnit)
             .options(
@@ -123,9 +124,9 @@ class TransferQueueController(Supervisor, Questions):
         )
         self._actors[node] = actor
         try:
-            place: ActorPlace = await asyncio.wait_for(actor.here.remote(), UNIT_START_TIMEOUT_S)
+            place: ActorPlace = await asyncio.wait_for(actor.here.remote(), timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
-            why = getattr(error, "cause", None) or error or f"not up within {UNIT_START_TIMEOUT_S:g} s"
+            why = getattr(error, "cause", None) or error or f"not up within {timeout_s:g} s"
             print(f"transfer_queue: no unit on node {node}, its clients use TCP: {why!r}", file=sys.stderr, flush=True)
             ray.kill(self._actors.pop(node))
             return None

@@ -48,7 +48,7 @@ class Board(Protocol):
         """Where the service has to listen; 0: anywhere."""
 
     def publish(self, place: ServicePlace) -> None:
-        """Leave it there; again does nothing. Raises `ServiceUnavailable`."""
+        """Leave it there, in place of one that was left before. Raises `ServiceUnavailable`."""
 
     def read(self, timeout_s: float) -> ServicePlace | None:
         """What was left there, waiting for it at most so long. Raises `ServiceUnavailable`."""
@@ -68,8 +68,9 @@ class StoreBoard:
         if place.token == token_from_environment():
             place = ServicePlace(place.tcp, unit_token=place.unit_token)
         try:
-            if not self._store.check([self._key]):
-                self._store.set(self._key, msgspec.json.encode(place).decode())
+            found = msgspec.json.encode(place)
+            if not self._store.check([self._key]) or self._store.get(self._key) != found:
+                self._store.set(self._key, found.decode())
         except RuntimeError as error:  # DistError
             raise ServiceUnavailable(f"torch's store does not answer: {error}") from error
 
@@ -105,18 +106,32 @@ class AgreedBoard:
 
     def read(self, timeout_s: float) -> ServicePlace | None:
         deadline = time.monotonic() + timeout_s
-        while not self._listens():
+        while not listens(self._place):
             if time.monotonic() >= deadline:
                 return None
             select.select([], [], [], RETRY_INTERVAL_S)  # a host that begins to listen tells nobody
         return self._place
 
-    def _listens(self) -> bool:
-        try:
-            parse_address(self._place.tcp, self._place.token).connect(1.0).close()
-        except OSError:
-            return False
-        return True
+
+def listens(place: ServicePlace) -> bool:
+    try:
+        parse_address(place.tcp, place.token).connect(1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def find(board: Board, timeout_s: float) -> ServicePlace | None:
+    """Where a service listens, as its board says: what is left there may be of one that died, whose host will tell of
+    the next. None where there is none in time. Raises `ServiceUnavailable`."""
+    deadline = time.monotonic() + timeout_s
+    place = board.read(timeout_s)
+    while place is not None and not listens(place):
+        if time.monotonic() >= deadline:
+            return None
+        select.select([], [], [], RETRY_INTERVAL_S)
+        place = board.read(max(0.0, deadline - time.monotonic()))
+    return place
 
 
 def board(job: Job, port: int = 0) -> Board | None:

@@ -27,6 +27,7 @@ from transfer_queue.wire.address import Address, parse_address
 
 START_TIMEOUT_S = 30.0
 RECOVERY_TIMEOUT_S = 600.0  # where a journal is read first: 100 GB of rows at 0.2 GB/s
+OPEN_TIMEOUT_S = 160.0  # of a storage engine or a transport: what they are given to begin, and to register memory
 STOP_TIMEOUT_S = 10.0
 LOCK_INTERVAL_S = 0.01
 
@@ -102,7 +103,7 @@ class LocalLauncher:
     def launch(self, config: ServerConfig) -> LocalServer | None:
         if not self._run_dir:
             return start(config)
-        with lock(self._run_dir) as held:
+        with lock(self._run_dir, start_s=start_timeout_s(config)) as held:
             return None if self.find() else start(config, lock=held)
 
 
@@ -123,17 +124,18 @@ def new_run_dir() -> str:
 
 
 @contextlib.contextmanager
-def lock(run_dir: str, keep: bool = True) -> Iterator[int]:
+def lock(run_dir: str, keep: bool = True, start_s: float = START_TIMEOUT_S) -> Iterator[int]:
     """Hold the lock of a run directory, so that of many processes one starts the server; its descriptor.
 
     A server that got the descriptor holds the lock as well, until it listens: who kills its starter lets nobody start
-    another one meanwhile. `keep`: leave the file of the lock.
+    another one meanwhile. `keep`: leave the file of the lock. `start_s`: how long the start may take; the file's time
+    says until when, for others, who may know nothing of the settings.
 
-    Raises `ServiceUnavailable` when another process holds it for longer than a start may take, `ConfigError` when its
+    Raises `ServiceUnavailable` when another process holds it for longer than its start may take, `ConfigError` when its
     file is not ours or cannot be made.
     """
     path = run_dir.rstrip("/") + ".lock"
-    deadline = time.monotonic() + START_TIMEOUT_S + STOP_TIMEOUT_S
+    deadline = time.monotonic() + start_s + STOP_TIMEOUT_S
     while True:
         try:
             Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,11 +147,14 @@ def lock(run_dir: str, keep: bool = True) -> Iterator[int]:
             continue  # somebody who left has just removed the empty directory
         with opened as file:
             while not _locked(file):
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not _is_expected(file):
                     raise ServiceUnavailable(f"another process has been starting a server in {run_dir} for too long")
                 select.select([], [], [], LOCK_INTERVAL_S)  # flock(2) has no deadline of its own
             if not _is_at(file, path):
                 continue  # who had it before removed it
+            until = time.time() + start_s + STOP_TIMEOUT_S
+            with contextlib.suppress(PermissionError):  # root's
+                os.utime(file.fileno(), (until, until))
             try:
                 yield file.fileno()
             finally:
@@ -157,6 +162,11 @@ def lock(run_dir: str, keep: bool = True) -> Iterator[int]:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
             return
+
+
+def _is_expected(file: IO[bytes]) -> bool:
+    """Whether who holds the lock may still be at its start."""
+    return 0 < os.fstat(file.fileno()).st_mtime - time.time() <= RECOVERY_TIMEOUT_S + STOP_TIMEOUT_S + OPEN_TIMEOUT_S
 
 
 def _is_at(file: IO[bytes], path: str) -> bool:
@@ -195,6 +205,12 @@ COMMAND = ("-m", "transfer_queue.server")
 ORPHAN_COMMAND = ("-c", "import os; os.fork() and os._exit(0); from transfer_queue.server.process import main; main()")
 
 
+def start_timeout_s(config: ServerConfig) -> float:
+    """How long a server with these settings may take until it listens, or says why it does not."""
+    timeout_s = START_TIMEOUT_S if config.journal_dir is None else RECOVERY_TIMEOUT_S
+    return timeout_s + OPEN_TIMEOUT_S if config.engine or config.transport else timeout_s
+
+
 def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalServer:
     """Start a server and wait until it listens. Raises `ServiceUnavailable` when it does not, or the error it ends
     with: `ConfigError` for a setting or sampler it cannot work with.
@@ -228,7 +244,7 @@ def start(config: ServerConfig, orphan: bool = False, lock: int = -1) -> LocalSe
     try:
         answer = _told(process, config)
         if not isinstance(answer, Ready):
-            raise _not_started(answer)
+            raise _not_started(answer, start_timeout_s(config))
         if orphan:
             process.wait()  # the one in between
         server.listens(answer)
@@ -245,17 +261,14 @@ def _told(process: subprocess.Popen[bytes], config: ServerConfig) -> Ready | Not
     with process.stdout:
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(msgspec.json.encode(config))
-        timeout_s = START_TIMEOUT_S if config.journal_dir is None else RECOVERY_TIMEOUT_S
-        line = _first_line(process.stdout.fileno(), timeout_s)
+        line = _first_line(process.stdout.fileno(), start_timeout_s(config))
     return msgspec.json.decode(line, type=Ready | NotStarted) if line else None
 
 
-def _not_started(answer: Ready | NotStarted | None) -> TransferQueueError:
+def _not_started(answer: Ready | NotStarted | None, timeout_s: float) -> TransferQueueError:
     if isinstance(answer, NotStarted):
         return error_from_code(answer.code, answer.text)
-    return ServiceUnavailable(
-        f"the server ended or took more than {START_TIMEOUT_S:g} s to start; see its messages above"
-    )
+    return ServiceUnavailable(f"the server ended or took more than {timeout_s:g} s to start; see its messages above")
 
 
 def is_readable(descriptor: int, timeout_s: float | None) -> bool:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, TransferQueueError
 from transfer_queue.launch.actors import CONTROLLER, NAMESPACE, STOP_TIMEOUT_S, TransferQueueController
+from transfer_queue.launch.local import RECOVERY_TIMEOUT_S, START_TIMEOUT_S, start_timeout_s
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.server_info import ZMQServerInfo, remember
@@ -51,8 +52,10 @@ class RayLauncher:
 
     has_hosts = True
 
-    def __init__(self) -> None:
-        self._deadline = time.monotonic() + INIT_TIMEOUT_S
+    def __init__(self, recovers: bool = False) -> None:
+        """`recovers`: the service reads a journal first, which takes longer."""
+        self._began = time.monotonic()
+        self._deadline = self._began + INIT_TIMEOUT_S + (RECOVERY_TIMEOUT_S if recovers else 0.0)
         self._waits_for = ""
 
     def find(self) -> Sequence[Address]:
@@ -78,6 +81,7 @@ class RayLauncher:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }  # and the runtime environment of the caller, which Ray hands down where none is given
         self._waits_for = f"Ray to start the actor {CONTROLLER} on this node"
+        self._deadline = max(self._deadline, self._began + INIT_TIMEOUT_S - START_TIMEOUT_S + start_timeout_s(config))
         try:
             controller = new_controller(_in_this_cluster(config), options)
         except ValueError:  # the name is taken
@@ -112,7 +116,7 @@ class RayLauncher:
         select.select([], [], [], RETRY_INTERVAL_S)  # the table of names has no event to wait for
 
     def _too_late(self) -> ServiceUnavailable:
-        return ServiceUnavailable(f"waited {INIT_TIMEOUT_S:g} s for {self._waits_for}")
+        return ServiceUnavailable(f"waited {self._deadline - self._began:g} s for {self._waits_for}")
 
 
 def new_controller(config: ServerConfig, options: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ class JobLauncher:
             job=job.title,
         )
         try:
-            with local.lock(config.run_dir, keep=False) as held:
+            with local.lock(config.run_dir, keep=False, start_s=local.start_timeout_s(config)) as held:
                 if self.find():
                     return None
                 self._look_around()
@@ -168,7 +168,7 @@ class JobLauncher:
         board = self._way(config)
         if board is None:
             raise hosts.refusal(self._job)
-        place = board.read(hosts.FIND_TIMEOUT_S)
+        place = hosts.find(board, hosts.FIND_TIMEOUT_S - local.START_TIMEOUT_S + local.start_timeout_s(config))
         if place is None:
             raise hosts.not_found(self._job, span)
         if not place.token:
