@@ -251,6 +251,37 @@ def test_pinned_bytes_count_in_the_budget(shell: Shell) -> None:
 # ---- memory ----
 
 
+def test_memory_that_was_touched_is_within_the_budget_whatever_the_sizes_of_blocks() -> None:
+    budget = 32 << 20
+    shell = Shell(budget)
+    live: list[tuple[int, int]] = []
+    size, most = 100 << 10, 0
+    while size < budget // 4:
+        while shell.unit.used_nbytes + size + PAGE <= budget:
+            live.append((shell.published(size, 1), size))
+            most = max(most, shell.unit.shm.resident_nbytes())
+        for number, _ in [one for place, one in enumerate(live) if place % 3]:
+            shell.unit.drop(number)
+        live, size = live[::3], int(size * 2.4)
+    assert budget * 0.9 < most <= budget
+    shell.unit.close()
+
+
+def test_memory_that_cannot_be_given_back_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = 8 << 20
+    shell = Shell(budget)
+    blocks = [shell.published(3000, 1) for _ in range(2 * (budget // 3072) // 3)]
+    for number in blocks[::2]:
+        shell.unit.drop(number)
+    looks: list[int] = []
+    resident = shell.unit.shm.resident_nbytes
+    monkeypatch.setattr(shell.unit.shm, "resident_nbytes", lambda: looks.append(0) or resident())
+    for _ in range(15):
+        shell.published(200_000, 1)
+    assert len(looks) <= 12, "twice each time that a sixteenth of the budget was placed"
+    shell.unit.close()
+
+
 @pytest.mark.parametrize("where", ["memory", "directory"])
 def test_trimming_returns_free_memory_to_the_system(where: str, tmp_path: Path) -> None:
     shell = Shell(64 << 20, str(tmp_path) if where == "directory" else None)

@@ -27,6 +27,7 @@ from transfer_queue.wire.messages import (
     Waiting,
 )
 
+GIVEN_SHARE, GIVEN_NBYTES = 1 / 16, 32 << 20  # of the budget, at most: memory goes back to the system in such steps
 FULL_SHARE, ROOMY_SHARE = 0.85, 0.75  # of the budget: blocks are moved to a disk above the one, down to the other
 
 
@@ -97,6 +98,8 @@ class Unit:
         self.engine_nbytes = 0
         self.left_in_engine: list[str] = []
         self.peak_nbytes = 0  # since the last rotation of the trimmer
+        self._touched_nbytes = 0  # of memory at most: what was placed since it was measured may have been touched before
+        self._look_nbytes = budget_nbytes  # when more may be touched, free memory is given back
         self.shm = SharedMemory(directory, spill.directory)
         self.outbox: list[tuple[Hashable, Reply]] = []
         self._blocks: dict[int, Block] = {}
@@ -166,11 +169,25 @@ class Unit:
         self._disk_is_full = False
         if self.used_nbytes + size > self.budget_nbytes:
             return None
+        if self._touched_nbytes + size > self._look_nbytes:
+            self._give_back(size)
         place = self.shm.take(nbytes)
         if place is None:
             self._disk_is_full = True
             return None
         return self._enter(*place, nbytes, session)
+
+    def _give_back(self, nbytes: int) -> None:
+        """Free memory that was touched is resident. Give so much of it to the system that `nbytes` more are within the
+        budget; where it cannot be given, look again when some more was placed."""
+        step = min(GIVEN_NBYTES, int(GIVEN_SHARE * self.budget_nbytes))
+        self._touched_nbytes, self._look_nbytes = self.shm.resident_nbytes(), self.budget_nbytes
+        surplus = self._touched_nbytes + nbytes - self.budget_nbytes
+        if surplus > 0:
+            self.shm.trim(surplus + step)
+            self._touched_nbytes = self.shm.resident_nbytes()
+            if self._touched_nbytes + nbytes > self.budget_nbytes:
+                self._look_nbytes = self._touched_nbytes + nbytes + step
 
     def place_at(self, arena: int, offset: int, nbytes: int, session: bytes | None) -> Block:
         """A new block in this very range, where `place` put it before. Raises `KeyError` when it is not free."""
@@ -199,6 +216,7 @@ class Unit:
             self.disk_is_short = self.disk_is_short and nbytes > 0
         else:
             self.used_nbytes += nbytes
+            self._touched_nbytes += max(0, nbytes)
             self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
 
     def is_spilled(self, block: Block) -> bool:

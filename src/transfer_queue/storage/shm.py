@@ -87,7 +87,7 @@ class Arena:
     def trim(self, nbytes: int) -> None:
         """Return about `nbytes` of free memory to the system, from the largest free ranges first."""
         for start, size in self.extents.free():
-            if nbytes <= 0 or self.is_pinned:
+            if nbytes <= 0 or self.is_pinned or size < PAGE:
                 return
             before = self.resident_nbytes()
             memfd.punch(self.fd, start, size)
