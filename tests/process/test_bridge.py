@@ -85,6 +85,37 @@ def test_numbers_may_be_scalars_of_numpy_and_torch(bridge: RolloutBridge, step: 
     assert bridge.fetch(step, "actor", 0, timeout_s=5)["rewards"].tolist() == batch["rewards"]
 
 
+@pytest.mark.parametrize(
+    ("stored", "values", "asked"),
+    [
+        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="int32")),
+        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="float64")),
+        (Ragged(dtype="float32"), [[1.5]], Ragged(dtype="int64")),
+        (Numbers(dtype="float64"), [1.5], Numbers(dtype="int64")),
+        (Numbers(dtype="float64"), [0.1], Numbers(dtype="float32")),
+        (Numbers(), [1.5], Ragged(dtype="float32")),
+        (Ragged(dtype="float32"), [[1.5]], Numbers()),
+        (Objects(), [{"a": 1}], Numbers()),
+        (Objects(), [{"a": 1}], Ragged()),
+    ],
+)  # fmt: skip
+def test_a_rank_with_another_schema_gets_no_other_numbers(
+    shared: tq.TransferQueueClient, step: str, stored: Any, values: Any, asked: Any
+) -> None:
+    RolloutBridge(shared, RolloutSchema({"x": stored})).put(step, {"x": values})
+    with pytest.raises(SchemaViolation, match="'x'"):
+        RolloutBridge(shared, RolloutSchema({"x": asked})).fetch(step, "actor", timeout_s=5)
+
+
+def test_a_rank_with_a_wider_schema_gets_its_dtype(shared: tq.TransferQueueClient, step: str) -> None:
+    narrow = RolloutSchema({"n": Numbers(dtype="int32"), "r": Ragged(dtype="float32")})
+    RolloutBridge(shared, narrow).put(step, {"n": [7, 8], "r": [[0.5], []]})
+    wide = RolloutSchema({"n": Numbers(dtype="int64"), "r": Ragged(dtype="float64")})
+    got = RolloutBridge(shared, wide).fetch(step, "actor", timeout_s=5)
+    assert (got["n"].dtype, got["n"].tolist()) == (torch.int64, [7, 8])
+    assert [(row.dtype, row.tolist()) for row in got["r"]] == [(torch.float64, [0.5]), (torch.float64, [])]
+
+
 def test_columns_come_as_arrays_or_lists_where_asked(bridge: RolloutBridge, step: str) -> None:
     batch = rollout()
     bridge.put(step, batch)

@@ -137,6 +137,7 @@ class RolloutBridge:
         of each row to read, by column. `task` has the rows then, or has them on a lease until `ack`. Each task gets
         each row once. Waits `timeout_s` (default: the session's), then raises `DeadlineExceeded`, which says what is
         missing. Raises `InvalidInput` for unknown columns, and where the batch was dealt to another number of ranks.
+        `SchemaViolation` where the writer had another schema, whose numbers this one's dtypes have not all of.
         """
         if form not in FORMS:
             raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")

@@ -268,28 +268,44 @@ def _came_over(array: NDArray[Any], found: NDArray[Any]) -> bool:
 
 def read_columns(data: Mapping[str, Any], schema: RolloutSchema, form: Form) -> dict[str, Any]:
     """The fields of a read as ranks take them: of `Numbers` one tensor, array or list, of `Ragged` a list with a
-    tensor, array or list for each row, of `Objects` a list. Rows of one field lie in one memory."""
-    return {name: _read(data[name], schema.column(name), form) for name in data if schema.column(name) is not None}
+    tensor, array or list for each row, of `Objects` a list. Rows of one field lie in one memory. Raises
+    `SchemaViolation` for what another schema stored, where this one's dtype has not all of its numbers."""
+    return {
+        name: _read(name, data[name], schema.column(name), form) for name in data if schema.column(name) is not None
+    }
 
 
-def _read(values: Any, column: RolloutColumn | None, form: Form) -> Any:
+def _read(name: str, values: Any, column: RolloutColumn | None, form: Form) -> Any:
     if isinstance(column, Inferred):
         column = _as_stored(values)
     if isinstance(column, Objects):
         return values.tolist() if isinstance(values, NonTensorStack) else list(values)
+    stored = _as_stored(values)
     if isinstance(column, Numbers):
-        array = values.numpy()
-        return {"tensors": lambda: values, "arrays": lambda: array, "lists": array.tolist}[form]()
+        if not isinstance(stored, Numbers) or values.ndim != 1:
+            raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
+        array = _widened(name, values.numpy(), column.dtype)
+        return {"tensors": lambda: torch.from_numpy(array), "arrays": lambda: array, "lists": array.tolist}[form]()
     assert isinstance(column, Ragged)
+    if isinstance(values, NonTensorStack) or (isinstance(stored, Numbers) and values.ndim < 2):
+        raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
     flat, offsets = _flat(values)
-    wanted = np.dtype(column.dtype)
-    flat = flat if flat.dtype == wanted else flat.astype(wanted)
+    flat = _widened(name, flat, column.dtype)
     bounds = offsets.tolist()
     if form == "tensors":
         tensor = torch.from_numpy(flat)
         return [tensor[a:b] for a, b in itertools.pairwise(bounds)]
     rows = [flat[a:b] for a, b in itertools.pairwise(bounds)]
     return rows if form == "arrays" else [row.tolist() for row in rows]
+
+
+def _widened(name: str, stored: NDArray[Any], dtype: str) -> NDArray[Any]:
+    wanted = np.dtype(dtype)
+    if not has_all_of(wanted, stored.dtype):
+        raise SchemaViolation(
+            f"field {name!r}: {stored.dtype} is stored, {dtype} has not all of its numbers", None, name
+        )
+    return stored if stored.dtype == wanted else stored.astype(wanted)
 
 
 def _as_stored(values: Any) -> RolloutColumn:
