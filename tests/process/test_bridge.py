@@ -107,6 +107,20 @@ def test_a_rank_with_another_schema_gets_no_other_numbers(
         RolloutBridge(shared, RolloutSchema({"x": asked})).fetch(step, "actor", timeout_s=5)
 
 
+def test_a_fetch_that_fails_takes_nothing(shared: tq.TransferQueueClient, step: str) -> None:
+    schema = RolloutSchema({"t": Ragged(), "values": Ragged(dtype="float32", optional=True)})
+    bridge = RolloutBridge(shared, schema)
+    bridge.put(step, {"t": [[1, 2], [3]], "values": [[0.1, 0.2], [0.3]]})
+    for slices in ({"values": tq.Slice.of_rank(0, 2, dim=3)}, {"t": tq.Slice.of_rank(0, 2, dim=3)}):
+        with pytest.raises(InvalidInput):
+            bridge.fetch(step, "actor", slices=slices, timeout_s=5)
+    with pytest.raises(SchemaViolation):
+        RolloutBridge(shared, RolloutSchema({"t": Ragged(dtype="int8")})).fetch(step, "actor", others=False)
+    assert [row.tolist() for row in bridge.fetch(step, "actor", timeout_s=5)["t"]] == [[1, 2], [3]]
+    with pytest.raises(DeadlineExceeded):
+        bridge.fetch(step, "actor", timeout_s=0.05)
+
+
 def test_a_rank_with_a_wider_schema_gets_its_dtype(shared: tq.TransferQueueClient, step: str) -> None:
     narrow = RolloutSchema({"n": Numbers(dtype="int32"), "r": Ragged(dtype="float32")})
     RolloutBridge(shared, narrow).put(step, {"n": [7, 8], "r": [[0.5], []]})
