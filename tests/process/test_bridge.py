@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,6 +84,107 @@ def test_numbers_may_be_scalars_of_numpy_and_torch(bridge: RolloutBridge, step: 
     mixed[1], mixed[2], mixed[3] = np.float64(1.0), torch.tensor(2.0), 3
     bridge.put(step, {**batch, "rewards": mixed})
     assert bridge.fetch(step, "actor", 0, timeout_s=5)["rewards"].tolist() == batch["rewards"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "values", "asked"),
+    [
+        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="int32")),
+        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="float64")),
+        (Ragged(dtype="float32"), [[1.5]], Ragged(dtype="int64")),
+        (Numbers(dtype="float64"), [1.5], Numbers(dtype="int64")),
+        (Numbers(dtype="float64"), [0.1], Numbers(dtype="float32")),
+        (Numbers(), [1.5], Ragged(dtype="float32")),
+        (Ragged(dtype="float32"), [[1.5]], Numbers()),
+        (Objects(), [{"a": 1}], Numbers()),
+        (Objects(), [{"a": 1}], Ragged()),
+    ],
+)  # fmt: skip
+def test_a_rank_with_another_schema_gets_no_other_numbers(
+    shared: tq.TransferQueueClient, step: str, stored: Any, values: Any, asked: Any
+) -> None:
+    RolloutBridge(shared, RolloutSchema({"x": stored})).put(step, {"x": values})
+    with pytest.raises(SchemaViolation, match="'x'"):
+        RolloutBridge(shared, RolloutSchema({"x": asked})).fetch(step, "actor", timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (Numbers(), [np.complex64(1 + 2j)]), (Ragged(dtype="float32"), [[np.complex64(1 + 2j)]]),
+        (Numbers(dtype="int64"), [torch.tensor(3.7)]), (Ragged(), [[1], torch.tensor(3)]),
+        (Ragged(dtype="float32"), [torch.ones(2, device="meta")]),
+        (Ragged(dtype="float32"), [torch.ones(2).to(torch.float8_e4m3fn)]),
+        (Ragged(dtype="float32"), [torch.ones(2, dtype=torch.complex64).conj()]),
+    ],
+)  # fmt: skip
+def test_what_is_no_such_number_is_refused_with_its_field(
+    shared: tq.TransferQueueClient, column: Any, values: list[Any]
+) -> None:
+    with pytest.raises(SchemaViolation, match=r"row [01], field 'x'"):
+        RolloutBridge(shared, RolloutSchema({"x": column})).put("refused", {"x": values})
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        (Ragged(shape=(3,)), [[[1, 2, 3]], []]), (Ragged(), [torch.tensor([1, 2]), torch.tensor([])]),
+        (Ragged(), [np.array([1]), np.array([])]), (Ragged(dtype="bool"), [[True, False], []]),
+    ],
+)  # fmt: skip
+def test_an_empty_row_is_of_any_dtype(
+    shared: tq.TransferQueueClient, step: str, column: Any, values: list[Any]
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": column}))
+    bridge.put(step, {"x": values})
+    first, empty = bridge.fetch(step, "actor", timeout_s=5)["x"]
+    assert (first.tolist(), len(empty), str(empty.dtype)) == (
+        torch.as_tensor(values[0]).tolist(), 0, f"torch.{column.dtype}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.array(["a", "b"]), [np.str_("a"), "b"], np.array([b"a", b"b"]), np.array(["2020-01-01"], "datetime64[D]"),
+        [np.complex64(1 + 2j)], [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)],
+        [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to(torch.float8_e4m3fn)],
+    ],
+)  # fmt: skip
+def test_what_is_inferred_comes_back_as_it_was(shared: tq.TransferQueueClient, step: str, values: Any) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": Inferred()}))
+    bridge.put(step, {"x": values})
+    found = bridge.fetch(step, "actor", timeout_s=5)["x"]
+    for got, was in zip(found, values, strict=True):
+        assert type(got) is type(was)
+        assert (
+            (got.tolist(), str(getattr(got, "dtype", ""))) == (was.tolist(), str(was.dtype))
+            if hasattr(was, "dtype")
+            else got == was
+        )
+
+
+def test_a_fetch_that_fails_takes_nothing(shared: tq.TransferQueueClient, step: str) -> None:
+    schema = RolloutSchema({"t": Ragged(), "values": Ragged(dtype="float32", optional=True)})
+    bridge = RolloutBridge(shared, schema)
+    bridge.put(step, {"t": [[1, 2], [3]], "values": [[0.1, 0.2], [0.3]]})
+    for slices in ({"values": tq.Slice.of_rank(0, 2, dim=3)}, {"t": tq.Slice.of_rank(0, 2, dim=3)}):
+        with pytest.raises(InvalidInput):
+            bridge.fetch(step, "actor", slices=slices, timeout_s=5)
+    with pytest.raises(SchemaViolation):
+        RolloutBridge(shared, RolloutSchema({"t": Ragged(dtype="int8")})).fetch(step, "actor", others=False)
+    assert [row.tolist() for row in bridge.fetch(step, "actor", timeout_s=5)["t"]] == [[1, 2], [3]]
+    with pytest.raises(DeadlineExceeded):
+        bridge.fetch(step, "actor", timeout_s=0.05)
+
+
+def test_a_rank_with_a_wider_schema_gets_its_dtype(shared: tq.TransferQueueClient, step: str) -> None:
+    narrow = RolloutSchema({"n": Numbers(dtype="int32"), "r": Ragged(dtype="float32")})
+    RolloutBridge(shared, narrow).put(step, {"n": [7, 8], "r": [[0.5], []]})
+    wide = RolloutSchema({"n": Numbers(dtype="int64"), "r": Ragged(dtype="float64")})
+    got = RolloutBridge(shared, wide).fetch(step, "actor", timeout_s=5)
+    assert (got["n"].dtype, got["n"].tolist()) == (torch.int64, [7, 8])
+    assert [(row.dtype, row.tolist()) for row in got["r"]] == [(torch.float64, [0.5]), (torch.float64, [])]
 
 
 def test_columns_come_as_arrays_or_lists_where_asked(bridge: RolloutBridge, step: str) -> None:
@@ -369,13 +471,14 @@ def test_a_put_that_fails_leaves_nothing_and_what_another_put_meanwhile(
 
 @pytest.mark.parametrize("commits", [1, 2, 3])
 def test_a_writer_that_is_killed_leaves_nothing_to_any_rank_and_the_step_is_put_again(
-    bridge: RolloutBridge, step: str, child: Callable[[str], Child], commits: int
+    shared: tq.TransferQueueClient, step: str, child: Callable[[str], Child], commits: int
 ) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"u": Numbers()}))
+    batch = {"u": [float(number) for number in range(8)]}
     writer = child(f"""
         import itertools, os, signal, threading
         import transfer_queue as tq
-        from rollouts import SCHEMA, rollout
-        from transfer_queue.bridge import RolloutBridge
+        from transfer_queue.bridge import Numbers, RolloutBridge, RolloutSchema
         from transfer_queue.client.session import Session
         from transfer_queue.wire import messages as m
         tq.init()
@@ -391,15 +494,16 @@ def test_a_writer_that_is_killed_leaves_nothing_to_any_rank_and_the_step_is_put_
             answered.release()
             return found
         Session._exchange = killed
-        RolloutBridge(tq.get_client(), SCHEMA).put({step!r}, rollout(), dp_size=2)
+        bridge = RolloutBridge(tq.get_client(), RolloutSchema({{"u": Numbers()}}))
+        bridge.put({step!r}, {batch!r}, dp_size=2)
     """)
-    writer.process.wait(20)
+    assert writer.process.wait(20) == -signal.SIGKILL
     until(lambda: (bridge.client.get_partition(step) or {"rows": 0})["rows"] == 0, "the end of its claim")
     for rank in range(2):
         with pytest.raises(DeadlineExceeded):
             bridge.fetch(step, "actor", rank, 2, timeout_s=0.05)
-    bridge.put(step, rollout(), dp_size=2)
-    assert [len(bridge.fetch(step, "actor", rank, 2, timeout_s=5)) for rank in range(2)] == [5, 5]
+    bridge.put(step, batch, dp_size=2)
+    assert [len(bridge.fetch(step, "actor", rank, 2, timeout_s=5)) for rank in range(2)] == [4, 4]
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 4), (2, 2), (-1, 2)])

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.operations import update
-from transfer_queue.errors import CellsChanged, InvalidInput
+from transfer_queue.errors import CellsChanged, InvalidInput, UnsupportedValue
 from transfer_queue.wire import messages as m
 
 Spawn = Callable[[str], Child]
@@ -106,6 +106,53 @@ def test_several_fields_change_together(shared: tq.TransferQueueClient) -> None:
     tq.kv_update("k", "several", ["b"], values=TensorDict({"b": torch.tensor([[40]])}, batch_size=1), parser=concat)
     assert cell("k", "several", "a").tolist() == [1, 2, 3]
     assert cell("k", "several", "b").tolist() == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("held", "parser", "new"),
+    [
+        (0, "add", 0.5), (3, "max", 2.9), (0, "add", float("nan")), (0, "add", 2**63), (0, "add", 1e300),
+        (torch.tensor(100, dtype=torch.int8), "add", 300), (torch.tensor(100, dtype=torch.int8), "add", 28),
+        (torch.tensor(200, dtype=torch.uint8), "add", 56), (torch.tensor(200, dtype=torch.uint8), "add", -1),
+        (torch.tensor(2**62), "add", 2**62), (torch.tensor(True), "add", 1), (torch.tensor(False), "max", 2),
+        (torch.tensor(1.0), "add", 2**24 + 1), (torch.tensor(1.0), "add", 1e39), (torch.tensor(3e38), "add", 3e38),
+        (torch.tensor(1.0), "add", torch.tensor(0.1, dtype=torch.float64)), (torch.tensor(1.0), "add", 1j),
+        (torch.tensor([1]), "append", torch.tensor([1.5])), (torch.tensor([1]), "append", torch.tensor([float("inf")])),
+        (torch.tensor([1], dtype=torch.int8), "append", torch.tensor([200], dtype=torch.uint8)),
+    ],
+)  # fmt: skip
+def test_a_number_that_the_dtype_of_a_field_has_not_is_refused(
+    shared: tq.TransferQueueClient, held: Any, parser: str, new: Any
+) -> None:
+    tq.kv_put("k", "inexact", fields={"x": held})
+    with pytest.raises(UnsupportedValue, match=str(torch.as_tensor(held).dtype)):
+        tq.kv_update("k", "inexact", "x", values=new, parser=parser)
+    assert torch.equal(torch.as_tensor(cell("k", "inexact", "x")), torch.as_tensor(held))
+    shared.clear_partition("inexact")
+
+
+@pytest.mark.parametrize(
+    ("held", "parser", "new", "result"),
+    [
+        (1, "add", 2.0, torch.tensor(3)), (1, "add", True, torch.tensor(2)),
+        (torch.tensor(1.0), "add", 0.1, torch.tensor(1.1)),
+        (torch.tensor(1.0), "add", float("inf"), torch.tensor(float("inf"))),
+        (torch.tensor(1.0, dtype=torch.bfloat16), "add", torch.tensor(2.0, dtype=torch.float64),
+         torch.tensor(3.0, dtype=torch.bfloat16)),
+        (torch.tensor([1], dtype=torch.int8), "append", torch.tensor([-128, 127]),
+         torch.tensor([1, -128, 127], dtype=torch.int8)),
+        (torch.tensor([0.5]), "append", torch.tensor([2**24]), torch.tensor([0.5, 2.0**24])),
+        (torch.tensor(-(2**62)), "add", -(2**62), torch.tensor(-(2**63))),
+    ],
+)  # fmt: skip
+def test_a_number_of_another_dtype_that_the_field_has_is_taken(
+    shared: tq.TransferQueueClient, held: Any, parser: str, new: Any, result: torch.Tensor
+) -> None:
+    tq.kv_put("k", "exact", fields={"x": held})
+    tq.kv_update("k", "exact", "x", values=new, parser=parser)
+    found = cell("k", "exact", "x")
+    assert (found.dtype, torch.equal(found, result)) == (result.dtype, True)
+    shared.clear_partition("exact")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,25 @@ def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     assert left == (call != "_listed")  # files of the second, which go after a day
 
 
+def test_of_two_that_dump_to_one_place_at_the_same_time_one_does(
+    client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second dumps all of its own once the first has looked for the last time."""
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    listed = remote.RemoteFolder._listed
+
+    def beside(*given: Any) -> Any:
+        monkeypatch.setattr(remote.RemoteFolder, "_listed", listed)
+        tq.dump_data_by_key(url, ["b"], "p")
+        return listed(*given)
+
+    monkeypatch.setattr(remote.RemoteFolder, "_listed", beside)
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(url, ["a"], "p")
+    assert set(tq.read_row_index(url)["rows"]) == {"b"}
+    assert len(names(files)) == 2
+
+
 def test_a_first_list_that_did_not_get_its_name_is_in_nobody_s_way(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from tensordict import TensorDict
 
 from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns
 from transfer_queue.bridge.schedule import Schedule
@@ -17,6 +16,9 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.drivers import given_back, run
 from transfer_queue.client.effects import Call, Operation, Together
+from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.operations.tasks import take
+from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import TargetRows, commit, store
 from transfer_queue.codec.plan import plan_objects
@@ -136,45 +138,56 @@ class RolloutBridge:
         "lists"; rows of a column share memory, and whoever writes into them changes nobody else's. `slices`: the part
         of each row to read, by column. `task` has the rows then, or has them on a lease until `ack`. Each task gets
         each row once. Waits `timeout_s` (default: the session's), then raises `DeadlineExceeded`, which says what is
-        missing. Raises `InvalidInput` for unknown columns, and where the batch was dealt to another number of ranks.
+        missing. Raises `InvalidInput` for unknown columns and a batch that was dealt to another number of ranks, and
+        `SchemaViolation` where the writer had another schema, whose numbers this one's dtypes have not all of. Nothing
+        was taken then.
         """
         if form not in FORMS:
             raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")
-        fetched, content = self.fetch_stored(
-            partition_id, task, dp_rank, dp_size, columns=columns, others=others, slices=slices,
+
+        def convert(fetched: Fetched, content: dict[str, Any]) -> None:
+            fetched.columns = read_columns(content, self.schema, form)
+
+        return self.fetch_stored(
+            partition_id, task, dp_rank, dp_size, convert, columns=columns, others=others, slices=slices,
             lease_s=lease_s, timeout_s=timeout_s,
         )  # fmt: skip
-        fetched.columns = read_columns(content, self.schema, form)
-        return fetched
 
     def fetch_stored(
         self,
         partition_id: str,
         task: str,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int,
+        dp_size: int,
+        convert: Callable[[Fetched, dict[str, Any]], None],
         *,
         columns: Iterable[str] | None = None,
         others: bool | None = None,
         slices: Mapping[str, Slice] | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
-    ) -> tuple[Fetched, dict[str, Any]]:
-        """As `fetch`, with the columns beside it, as they are stored."""
-        marker = MARKER.format(dp_rank, dp_size)
+    ) -> Fetched:
+        """As `fetch`. `convert` gets the columns as they are stored; where it raises, nothing was taken."""
         names = self.schema.required() if columns is None else list(self.schema.part(columns))
-        try:
-            meta, data = self.client.take(
-                partition_id, [*names, marker], None, task, lease_s=lease_s, timeout_s=timeout_s, slices=slices
+        session, marker = self.client.session, MARKER.format(dp_rank, dp_size)
+
+        def fetching() -> Operation[Fetched]:
+            meta, data = yield from take(
+                session, partition_id, [*names, marker], None, task, lease_s, timeout_s, None, False, None, slices
             )
+            content: dict[str, Any] = {name: data.get(name) for name in names}
+            fetched = Fetched(meta, {}, data.get(marker).tolist()[0])
+            if columns is None if others is None else others:
+                rest = [name for name in fetched.schedule[COLUMNS] if name not in names]
+                content |= yield from _reading(session, meta, rest, slices)
+            convert(fetched, content)
+            return fetched
+
+        try:
+            return run(session, fetching(), noting(session, "take"))
         except DeadlineExceeded:
             self._check_ranks(partition_id, dp_rank, dp_size)
             raise
-        content: dict[str, Any] = {name: data.get(name) for name in names}
-        schedule: dict[str, Any] = data.get(marker).tolist()[0]
-        if columns is None if others is None else others:
-            content |= self._optional(meta, [name for name in schedule[COLUMNS] if name not in names], slices)
-        return Fetched(meta, {}, schedule), content
 
     def _check_ranks(self, partition_id: str, dp_rank: int, dp_size: int) -> None:
         """`InvalidInput` where a step was dealt to another number of ranks than somebody waited for."""
@@ -185,18 +198,10 @@ class RolloutBridge:
                 f"partition {partition_id!r} was dealt to {told} ranks: there is no {dp_rank} of {dp_size}"
             )
 
-    def _optional(self, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None) -> dict[str, Any]:
-        if not names:
-            return {}
-        return self.read(meta, names, {name: part for name, part in (slices or {}).items() if name in names})
-
     def read(self, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None = None) -> dict[str, Any]:
         """These columns of rows that were fetched, as they are stored. Raises `NotReady`."""
-        rows = BatchMeta._build(
-            meta.indexes, meta.sole_partition, {key: {} for key in names}, True, None, meta.service_id
-        )
-        data: TensorDict = self.client.get_data(rows, slices=slices)
-        return {name: data.get(name) for name in names}
+        session = self.client.session
+        return run(session, _reading(session, meta, names, slices), noting(session, "get_data"))
 
     def write_back(self, fetched: Fetched | BatchMeta, columns: Mapping[str, Any]) -> None:
         """Columns that were derived, one item for each fetched row in their order: ranks that wait for them get them.
@@ -222,6 +227,17 @@ def _marker(ready: Prepared, rank: int) -> list[Any]:
     """What only the rows of a rank have; the first row's says everything."""
     first = {**ready.schedule.of_rank(rank), COLUMNS: list(ready.columns)}
     return [first] + [None] * (len(ready.schedule.partitions[rank]) - 1)
+
+
+def _reading(
+    session: Session, meta: BatchMeta, names: Sequence[str], slices: Mapping[str, Slice] | None
+) -> Operation[dict[str, Any]]:
+    if not names:
+        return {}
+    rows = BatchMeta._build(meta.indexes, meta.sole_partition, {key: {} for key in names}, True, None, meta.service_id)
+    parts = {name: part for name, part in (slices or {}).items() if name in names}
+    data = yield from ops.get_data(session, rows, False, None, None, slices=parts)
+    return {name: data.get(name) for name in names}
 
 
 def _put_markers(session: Session, parts: Sequence[BatchMeta], markers: Sequence[list[Any]]) -> Operation[None]:

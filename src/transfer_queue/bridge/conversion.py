@@ -22,6 +22,11 @@ from transfer_queue.errors import SchemaViolation
 
 Form: TypeAlias = Literal["tensors", "arrays", "lists"]
 FORMS = ("tensors", "arrays", "lists")
+_NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+_AS_IN_NUMPY = frozenset((  # dtypes of tensors that come back as they were
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
+    torch.float64,
+))  # fmt: skip
 _LETTERS = {  # of `struct`; not "?", which packs the truth of any object
     "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q",
     "uint64": "Q", "float32": "f", "float64": "d",
@@ -69,15 +74,23 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
 
 def _inferred(values: list[Any]) -> RolloutColumn:
     """What these rows are."""
-    if all(isinstance(value, (bool, int, float, np.generic)) for value in values):
+    if any(isinstance(value, torch.Tensor) and value.dtype not in _AS_IN_NUMPY for value in values):
+        return Objects()
+    if all(isinstance(value, _NUMBERS) for value in values):
         return _inferred_numbers(values)
     if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
-        arrays = [_as_array(value) for value in values]
+        arrays = [_as_array("", value, None) for value in values]
         kinds = {(array.dtype.name, array.shape[1:]) for array in arrays if array.ndim}
-        if len(kinds) == 1 and all(array.ndim for array in arrays) and arrays[0].dtype.kind in "biuf":
+        if (
+            len(kinds) == 1
+            and all(array.ndim for array in arrays)
+            and arrays[0].dtype.kind in "biuf"
+            and arrays[0].itemsize <= 8
+        ):
             dtype, shape = kinds.pop()
             return Ragged(dtype=dtype, shape=shape) if all(shape) else Objects()
-        return _inferred_numbers(arrays) if not any(array.ndim for array in arrays) else Objects()
+        are_numbers = all(not array.ndim and array.dtype.kind in "biuf" for array in arrays)
+        return _inferred_numbers(arrays) if are_numbers else Objects()
     if all(type(value) is list for value in values):
         kinds_of_items = {type(item) for value in values for item in value}
         if kinds_of_items and kinds_of_items <= {int, float}:
@@ -101,14 +114,14 @@ def _is_rounded(numbers: list[Any]) -> bool:
 
 def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int]) -> NDArray[Any]:
     if isinstance(values, (torch.Tensor, np.ndarray)):
-        array = _as_array(values)
+        array = _as_array(name, values, None)
         if array.ndim != 1:
             raise SchemaViolation(f"field {name!r}: one number for each row, got an array of shape {array.shape}")
         return _narrowed(name, array[list(rows)], wanted, None)
     letter = _LETTERS.get(wanted.name)
     items = [values[row] for row in rows]
-    with contextlib.suppress(struct.error, OverflowError):
-        if letter is not None:
+    with contextlib.suppress(struct.error, OverflowError, TypeError):
+        if letter is not None and not any(isinstance(item, np.complexfloating) for item in items):
             found = np.frombuffer(bytearray(struct.pack(f"{len(items)}{letter}", *items)), wanted)
             _check_floats(name, found, [items], rows, np.arange(len(rows)))
             return found
@@ -126,7 +139,7 @@ def _numbers_one_by_one(name: str, items: list[Any], wanted: np.dtype[Any], rows
             raise SchemaViolation(f"row {row}, field {name!r}: {item!r} where {wanted} is stored", row, name)
         try:
             struct.pack(_LETTERS.get(wanted.name, "e" if wanted.kind == "f" else "b"), item)
-        except (struct.error, OverflowError) as error:
+        except (struct.error, OverflowError, TypeError) as error:
             raise SchemaViolation(f"row {row}, field {name!r}: {item!r} as {wanted}: {error}", row, name) from None
         found[place] = item
         _check_floats(name, found[place : place + 1], [[item]], [row], np.zeros(1, np.int64))
@@ -137,7 +150,7 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
     """Lists of numbers as one jagged tensor: `struct` packs them four times as fast as NumPy makes arrays of them."""
     letter = _LETTERS.get(wanted.name)
     for row in rows:
-        if not isinstance(values[row], (list, tuple, torch.Tensor, np.ndarray)):
+        if not isinstance(values[row], (list, tuple, torch.Tensor, np.ndarray)) or getattr(values[row], "ndim", 1) == 0:
             kind = type(values[row]).__qualname__
             raise SchemaViolation(f"row {row}, field {name!r}: a list of numbers or an array, got {kind}", row, name)
     if letter is None or column.shape:
@@ -152,6 +165,8 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
             data[start : start + array.nbytes] = array.tobytes()
             continue
         try:
+            if isinstance(next(iter(value), 0), np.complexfloating):
+                raise TypeError("complex numbers")  # of which `struct` packs the real part
             if letter == "B":
                 data[start : start + len(value)] = bytes(value)  # in half of the time
             else:
@@ -212,7 +227,7 @@ def _array(name: str, value: Any, row: int, shape: tuple[int, ...], wanted: np.d
     """One row, (length, *shape), of the dtype that is stored."""
     if not isinstance(value, (torch.Tensor, np.ndarray)):
         raise SchemaViolation(f"row {row}, field {name!r}: an array, got {type(value).__qualname__}", row, name)
-    array = _as_array(value)
+    array = _as_array(name, value, row)
     if array.ndim != 1 + len(shape) or array.shape[1:] != shape:
         if not (array.size == 0 and array.ndim == 1):  # an empty list has no steps to say of what shape they are
             raise SchemaViolation(
@@ -224,10 +239,14 @@ def _array(name: str, value: Any, row: int, shape: tuple[int, ...], wanted: np.d
     return np.ascontiguousarray(_narrowed(name, array, wanted, row))
 
 
-def _as_array(value: Any) -> NDArray[Any]:
+def _as_array(name: str, value: Any, row: int | None) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu()
-        found: NDArray[Any] = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+        try:
+            plain = value.detach().cpu()
+            found: NDArray[Any] = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+        except (RuntimeError, TypeError) as error:  # of the device meta, sparse, of a dtype that NumPy has not
+            where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
+            raise SchemaViolation(f"{where}: a tensor of {value.dtype} that is no array: {error}", row, name) from None
         return found
     return value if value.flags.writeable else value.copy()
 
@@ -235,7 +254,7 @@ def _as_array(value: Any) -> NDArray[Any]:
 def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | None) -> NDArray[Any]:
     """`array` in the dtype that is stored. What that does not hold is refused: whole numbers and truth values come back
     as they were, and floats are rounded to what floats are stored as."""
-    if has_all_of(wanted, array.dtype):
+    if has_all_of(wanted, array.dtype) or (not array.size and array.dtype.kind in "biuf"):
         return array.astype(wanted, copy=False)
     where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind != "f"):
@@ -268,22 +287,31 @@ def _came_over(array: NDArray[Any], found: NDArray[Any]) -> bool:
 
 def read_columns(data: Mapping[str, Any], schema: RolloutSchema, form: Form) -> dict[str, Any]:
     """The fields of a read as ranks take them: of `Numbers` one tensor, array or list, of `Ragged` a list with a
-    tensor, array or list for each row, of `Objects` a list. Rows of one field lie in one memory."""
-    return {name: _read(data[name], schema.column(name), form) for name in data if schema.column(name) is not None}
+    tensor, array or list for each row, of `Objects` a list. Rows of one field lie in one memory. Raises
+    `SchemaViolation` for what another schema stored, where this one's dtype has not all of its numbers."""
+    return {
+        name: _read(name, data[name], schema.column(name), form) for name in data if schema.column(name) is not None
+    }
 
 
-def _read(values: Any, column: RolloutColumn | None, form: Form) -> Any:
+def _read(name: str, values: Any, column: RolloutColumn | None, form: Form) -> Any:
     if isinstance(column, Inferred):
         column = _as_stored(values)
     if isinstance(column, Objects):
-        return values.tolist() if isinstance(values, NonTensorStack) else list(values)
+        if isinstance(values, NonTensorStack):
+            return values.tolist()
+        return list(values.unbind() if isinstance(values, torch.Tensor) else values)
+    stored = _as_stored(values)
     if isinstance(column, Numbers):
-        array = values.numpy()
-        return {"tensors": lambda: values, "arrays": lambda: array, "lists": array.tolist}[form]()
+        if not isinstance(stored, Numbers) or values.ndim != 1:
+            raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
+        array = _widened(name, values.numpy(), column.dtype)
+        return {"tensors": lambda: torch.from_numpy(array), "arrays": lambda: array, "lists": array.tolist}[form]()
     assert isinstance(column, Ragged)
+    if isinstance(values, NonTensorStack) or (isinstance(stored, Numbers) and values.ndim < 2):
+        raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
     flat, offsets = _flat(values)
-    wanted = np.dtype(column.dtype)
-    flat = flat if flat.dtype == wanted else flat.astype(wanted)
+    flat = _widened(name, flat, column.dtype)
     bounds = offsets.tolist()
     if form == "tensors":
         tensor = torch.from_numpy(flat)
@@ -292,8 +320,19 @@ def _read(values: Any, column: RolloutColumn | None, form: Form) -> Any:
     return rows if form == "arrays" else [row.tolist() for row in rows]
 
 
+def _widened(name: str, stored: NDArray[Any], dtype: str) -> NDArray[Any]:
+    wanted = np.dtype(dtype)
+    if not has_all_of(wanted, stored.dtype):
+        raise SchemaViolation(
+            f"field {name!r}: {stored.dtype} is stored, {dtype} has not all of its numbers", None, name
+        )
+    return stored if stored.dtype == wanted else stored.astype(wanted)
+
+
 def _as_stored(values: Any) -> RolloutColumn:
-    if not isinstance(values, torch.Tensor) or (values.is_nested and values.layout != torch.jagged):
+    if not isinstance(values, torch.Tensor) or values.dtype not in _AS_IN_NUMPY:
+        return Objects()
+    if values.is_nested and values.layout != torch.jagged:
         return Objects()
     dtype = str(values.dtype).removeprefix("torch.")
     return Ragged(dtype=dtype) if values.is_nested else Numbers(dtype=dtype)

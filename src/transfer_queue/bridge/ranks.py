@@ -60,27 +60,33 @@ def fetch_together(
     wanted = None if columns is None else list(columns)
     fetched: Fetched | None = None
     packed: torch.Tensor | None = None
-    content: dict[str, Any] = {}
     if all(dist.get_rank(one) == 0 for one in groups):
+        has_others = any(dist.get_world_size(one) > 1 for one in groups)
+        said: list[torch.Tensor] = []
+
+        def convert(fetched: Fetched, content: dict[str, Any]) -> None:
+            fetched.columns = read_columns(content, bridge.schema, form)
+            if has_others:
+                said.append(_packed(_said(fetched, content, _reads(bridge, how))))
+
         try:
-            fetched, content = bridge.fetch_stored(
-                partition_id, task, dp_rank, dp_size, columns=wanted, others=others, slices=slices,
+            fetched = bridge.fetch_stored(
+                partition_id, task, dp_rank, dp_size, convert, columns=wanted, others=others, slices=slices,
                 timeout_s=timeout_s,
             )  # fmt: skip
-            if any(dist.get_world_size(one) > 1 for one in groups):
-                packed = _packed(_said(fetched, content, _reads(bridge, how)))
+            packed = said[0] if said else None
         except BaseException as error:
             code = getattr(error, "code", InternalError.code)
             _pass_on(_packed({"error": code, "text": str(error)}), groups)
             raise
     packed = _pass_on(packed, groups)
     if fetched is None:
-        said = _unpacked(packed)
-        fields: dict[str, dict[str, Any]] = {name: {} for name in said["fields"]}
-        fetched = Fetched(BatchMeta._build(said["rows"], partition_id, fields, True, None, said["life"]), {})
-        fetched.schedule = said["schedule"]
-        content = said["columns"] or bridge.read(fetched.meta, said["fields"], slices)
-    fetched.columns = read_columns(content, bridge.schema, form)
+        told = _unpacked(packed)
+        fields: dict[str, dict[str, Any]] = {name: {} for name in told["fields"]}
+        fetched = Fetched(BatchMeta._build(told["rows"], partition_id, fields, True, None, told["life"]), {})
+        fetched.schedule = told["schedule"]
+        content = told["columns"] or bridge.read(fetched.meta, told["fields"], slices)
+        fetched.columns = read_columns(content, bridge.schema, form)
     return fetched
 
 

@@ -30,7 +30,9 @@ class Schedule:
 
     @classmethod
     def even(cls, rows: int, dp_size: int) -> Schedule:
-        """Rows in their order, as many for each rank as for any other, or one more."""
+        """Rows in their order, as many for each rank as for any other, or one more. `InvalidInput` for no rank."""
+        if dp_size < 1:
+            raise InvalidInput(f"dp_size {dp_size}: there is one rank at least")
         bounds = [rows * rank // dp_size for rank in range(dp_size + 1)]
         return cls(partitions=[range(a, b) for a, b in itertools.pairwise(bounds)])
 

@@ -45,6 +45,27 @@ class FileSystem:
         self.files.mv(draft, path)
         self.sync(path)
 
+    def create_whole(self, path: str, data: bytes, draft: str) -> None:
+        """As `write_whole`, where no file is: of several that do so one does, and `FileExistsError` for the others.
+        Of those within one round trip, where a store cannot refuse to replace a file, the last one does."""
+        if self._is_disk:
+            self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
+            self.files.pipe_file(draft, data)
+            self.sync(draft)
+            os.link(draft, path)
+            os.unlink(draft)
+            self.sync(path)
+            return
+        self.files.invalidate_cache()
+        if self.files.exists(path):
+            raise FileExistsError(f"{path} exists")
+        try:
+            self.files.pipe_file(path, data, mode="create")
+        except (TypeError, NotImplementedError):  # it knows no modes
+            self.write_whole(path, data, draft)
+        if self.files.cat_file(path) != data:
+            raise FileExistsError(f"{path} was written by another at the same time")
+
     def sync(self, path: str) -> None:
         """Blocks until a file and its name are on the disk, where it lies on one of this machine. A store has what it
         was given."""
@@ -56,13 +77,13 @@ class FileSystem:
 
     def timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
         """`DeadlineExceeded` when it takes longer; `StoreFull`; `ServiceUnavailable` for whatever else a store raises,
-        but FileNotFoundError."""
+        but FileNotFoundError and FileExistsError."""
         call = BackgroundCall("tq-files", function, *args)
         if not call.ended(timeout_s):
             raise DeadlineExceeded(f"{what} in {self.url} did not end within {timeout_s:.0f} s")
         try:
             return call.outcome()
-        except (TransferQueueError, FileNotFoundError):
+        except (TransferQueueError, FileNotFoundError, FileExistsError):
             raise
         except Exception as error:  # each store has errors of its own
             if isinstance(error, OSError) and error.errno in FULL:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transfer_queue.errors import CheckpointMissing, InvalidInput, TransferQueueError
@@ -66,8 +66,11 @@ class RemoteFolder(Folder):
         if any(not one.startswith(PREFIX) for one in self._names()):
             raise FileExistsError(f"{self} exists: what is there is never replaced")
 
+    def replacing(self, name: str) -> contextlib.AbstractContextManager[Draft]:
+        return self._drafting(name, self._system.write_whole)
+
     @contextlib.contextmanager
-    def replacing(self, name: str) -> Iterator[Draft]:
+    def _drafting(self, name: str, write: Callable[[str, bytes, str], None]) -> Iterator[Draft]:
         below = f"{PREFIX}{int(time.time() * 1e3):013}-{secrets.token_hex(4)}"
         draft = _RemoteDraft(self._system, below)
         try:
@@ -75,8 +78,10 @@ class RemoteFolder(Folder):
             before = self._listed(name)
             draft.is_seen = True  # perhaps, from here on
             own = self._at(f"{below}/{name}")
-            self._timed("writing the list of files", self._system.write_whole, self._at(name), draft.list, own)
-        except BaseException:
+            self._timed("writing the list of files", write, self._at(name), draft.list, own)
+        except BaseException as error:
+            if isinstance(error, FileExistsError):  # another's is
+                draft.is_seen = False
             if not draft.is_seen:
                 self._delete(below)
             raise
@@ -91,7 +96,7 @@ class RemoteFolder(Folder):
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[Draft]:
         self.refuse_any()
-        with self.replacing(name) as draft:
+        with self._drafting(name, self._system.create_whole) as draft:
             yield draft
             self.refuse_any()
 

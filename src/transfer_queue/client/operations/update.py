@@ -49,7 +49,7 @@ PARSERS = ("append", "merge", "add", "max", "replace")
 
 def _append(old: Any, new: Any) -> Any:
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        return torch.cat([old, new.to(old.dtype)])
+        return torch.cat([old, _held("append", old, new)])
     if type(old) is type(new) and type(old) in (list, str, bytes):
         return old + new
     if isinstance(old, list):
@@ -68,7 +68,7 @@ def _numeric(name: str, of_tensors: Parser, of_numbers: Parser) -> Parser:
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             return {**old, **{key: combine(old[key], new[key]) if key in old else new[key] for key in new}}
         if isinstance(old, torch.Tensor):
-            return of_tensors(old, torch.as_tensor(new, dtype=old.dtype, device=old.device))
+            return of_tensors(old, _held(name, old, new))
         if isinstance(old, (int, float)) and isinstance(new, (int, float)):
             return of_numbers(old, new)
         raise UnsupportedValue(f"{name}: {type(old).__qualname__} and {type(new).__qualname__}")
@@ -76,10 +76,59 @@ def _numeric(name: str, of_tensors: Parser, of_numbers: Parser) -> Parser:
     return combine
 
 
+def _held(name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
+    """`new` in the dtype of `old`. `UnsupportedValue` unless that has these numbers; Python's floats are rounded."""
+    try:
+        given = new if isinstance(new, torch.Tensor) else torch.as_tensor(np.asarray(new), device=old.device)
+    except TypeError:
+        raise UnsupportedValue(f"{name}: {type(new).__qualname__} to a tensor of {old.dtype}") from None
+    if given.dtype == old.dtype:
+        return given
+    if not given.is_complex() or old.is_complex():
+        found = given.to(old.dtype)
+        is_rounded = isinstance(new, float) and old.dtype.is_floating_point
+        kept = torch.isfinite(found) | ~torch.isfinite(given) if is_rounded else _are_same(found, given)
+        if bool(kept.all()):
+            return found
+    raise UnsupportedValue(f"{name}: the field holds {old.dtype}, which has not all of these numbers of {given.dtype}")
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Where tensors of different dtypes have the same numbers. NaN is NaN."""
+    if one.is_complex() or other.is_complex():
+        return one.to(torch.complex128) == other.to(torch.complex128)
+    if not one.dtype.is_floating_point and not other.dtype.is_floating_point:
+        numbers, others = one.cpu().numpy(), other.cpu().numpy()
+        return torch.as_tensor((numbers == others) & ((numbers < 0) == (others < 0)))
+    ours, theirs = one.double(), other.double()
+    if one.dtype.is_floating_point and other.dtype.is_floating_point:
+        return (ours == theirs) | (ours.isnan() & theirs.isnan())
+    whole, number = (other, ours) if one.dtype.is_floating_point else (one, theirs)
+    inside = (number >= -(2.0**63)) & (number < 2.0**63)  # neither of int64 and double has all of the other
+    back = torch.where(inside, number, torch.zeros_like(number)).to(torch.int64)
+    return inside & (back == whole.to(torch.int64)) & (ours == theirs)
+
+
+def _sum(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`UnsupportedValue` where the dtype of both has not their sum."""
+    found = torch.add(old, new)
+    if old.dtype == torch.bool:
+        is_beyond = bool((old & new).any())
+    elif old.dtype.is_floating_point or old.is_complex():
+        is_beyond = bool((torch.isfinite(old) & torch.isfinite(new) & ~torch.isfinite(found)).any())
+    else:
+        was, more, numbers = old.cpu().numpy(), new.cpu().numpy(), found.cpu().numpy()
+        carried = (was ^ numbers) & (more ^ numbers) < 0 if was.dtype.kind == "i" else numbers < was
+        is_beyond = bool(carried.any())
+    if is_beyond:
+        raise UnsupportedValue(f"add: the field holds {old.dtype}, which has not the sum")
+    return found
+
+
 _NAMED: dict[str, Parser] = {
     "append": _append,
     "merge": _merge,
-    "add": _numeric("add", torch.add, lambda old, new: old + new),
+    "add": _numeric("add", _sum, lambda old, new: old + new),
     "max": _numeric("max", torch.maximum, max),
     "replace": lambda _, new: new,
 }
@@ -115,7 +164,8 @@ def kv_update(
     `fields`: one field, and `values` is its new value; several, and `values` is a dict of as many; or a dict of values.
     `parser` is a function, which runs in this process, again whenever another write came first; or the name of one:
     "append" (tensors along their first dimension, lists, strings), "merge" (dicts), "add", "max" (numbers, tensors,
-    dicts of numbers), "replace". `merge` is another word for it. `empty`: the cells become None instead.
+    dicts of numbers), "replace". A tensor keeps its dtype; `UnsupportedValue` for a number, or a sum, that it has not.
+    `merge` is another word for it. `empty`: the cells become None instead.
 
     A field that was not written has the old value None, and the result may be of any type; not so where `fields` is a
     dict: there the field must be written, tensors keep their dtype, and what is no tensor stays so. What `parser`
