@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -76,8 +75,8 @@ class FilesRunning(Running):
         return {"url": f"file://{self.directory}"}
 
     def restart(self) -> None:
-        shutil.rmtree(self.directory)
-        self.directory.mkdir()
+        for path in self.directory.glob("tq-*"):
+            path.unlink()
 
     def close(self) -> None:
         pass
@@ -100,8 +99,9 @@ class StoreRunning(Running):
     def restart(self) -> None:
         store = fsspec.filesystem("s3")
         store.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            store.rm("bucket/tq", recursive=True)
+        blocks = store.glob("bucket/tq/tq-*")
+        if blocks:
+            store.rm(blocks)
 
     def close(self) -> None:
         del os.environ["FSSPEC_S3"], fsspec.config.conf["s3"]

@@ -133,6 +133,24 @@ def test_threads_that_wait_for_the_same_opening_each_wait_no_longer_than_their_o
         assert max(threads.map(took, range(6))) < 1.2, "one after the other they would take 1.8 s"
 
 
+def test_who_has_more_time_tries_to_open_an_engine_again() -> None:
+    began = threading.Event()
+
+    def opens(timeout_s: float) -> str:
+        if timeout_s < 1.0:
+            began.set()
+            time.sleep(timeout_s)
+            raise ServiceUnavailable("late")
+        return "engine"
+
+    opened = OpenedOnce("Slow", opens)
+    with ThreadPoolExecutor(2) as threads:
+        impatient = threads.submit(opened.get, 0.2)
+        began.wait(60)
+        assert threads.submit(opened.get, 60.0).result() == "engine"
+        assert impatient.exception() is not None
+
+
 def test_an_engine_that_was_opened_by_one_thread_is_everybodys(engine: GuardedEngine) -> None:
     opened = OpenedOnce("Slow", lambda timeout_s: object())
     with ThreadPoolExecutor(6) as threads:
@@ -275,6 +293,6 @@ def test_what_a_killed_writer_left_of_a_file_goes_with_its_block(
         patch.setattr(files._files, "mv", lambda *_: pytest.exit("as a kill: nothing cleans up"))
         with pytest.raises(pytest.exit.Exception):
             room.seal()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("tq-*"))) == 1
     files.drop(["tq/life/7"])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("tq-*")) == []

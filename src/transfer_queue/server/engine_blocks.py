@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,12 @@ from transfer_queue.server.settings import ServerConfig
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.storage.engines.deadline import GuardedEngine
 from transfer_queue.storage.engines.sealed import key_prefix
+from transfer_queue.storage.in_time import left_until
 
 log = logging.getLogger("transfer_queue.server")
 
 OPEN_S = 60.0  # what is started may take so long
-DROP_S = 30.0  # when the service ends
+DROP_S = 7.0  # when the service ends, whose starter waits 10 s for it
 FOREVER_S, STEP_S = 1e6, 0.5
 AGAIN_S = 1.0  # after a deletion that failed
 KEYS = 4096  # in one call
@@ -28,12 +30,12 @@ KEYS = 4096  # in one call
 
 async def opened_engine(config: ServerConfig, service: Service, controller: Controller) -> EngineBlocks:
     """With a journal blocks of before may be there already; what is written lasts, and stays when the service ends.
-    Raises `ConfigError` and `ServiceUnavailable`; `DataLost` where nothing of before is there."""
+    Raises `ConfigError` and `ServiceUnavailable`; `DataLost` where this is not the place where they are."""
     is_kept = config.journal_dir is not None
     settings = {**config.engine_settings, "durable": True} if is_kept else config.engine_settings
     engine = await asyncio.to_thread(GuardedEngine, config.engine, settings, True, OPEN_S)
     opened = EngineBlocks(engine, service.unit, controller, float(config.client["timeout_s"]), is_kept)
-    await opened.check_all()
+    await opened.find_blocks_of_before()
     return opened
 
 
@@ -115,27 +117,28 @@ class EngineBlocks:
         """Ask the engine for all blocks, and give up the rows of those that are gone. Who asks while it is asked gets
         the same answer. Raises `ServiceUnavailable`."""
         if self._check is None or self._check.done():
-            self._check = asyncio.get_running_loop().create_task(self._look())
+            self._check = asyncio.get_running_loop().create_task(self._look(self._timeout_s))
         failed = await asyncio.shield(self._check)
         if failed is not None:
             raise failed
 
-    async def check_all(self) -> None:
-        """As `check`, before anybody is served. Raises `DataLost` when the engine has no block at all of those that it
-        has to have: then this is another one."""
-        blocks = self._unit.in_engine()
-        if not blocks:
-            return
-        if len(await self._missing(blocks)) == len(blocks):
-            text = f"has none of the {len(blocks)} blocks that the journal names; were they written there?"
-            raise DataLost(f"{self.engine.name}{self.engine.where} {text}")
-        await self.check()
+    async def find_blocks_of_before(self) -> None:
+        """Those of the journal, before anybody is served: what is gone is given up. Raises `DataLost` where this is
+        not the place that the journal names."""
+        place, unit = self.engine.engine.place, self._unit
+        if unit.engine_place not in ("", place):
+            text = f"is not the place of the journal's {len(unit.in_engine())} blocks: that is {unit.engine_place}"
+            raise DataLost(f"{self.engine.name}{self.engine.where}, {place}, {text}")
+        unit.engine_place = place
+        failed = await self._look(OPEN_S)
+        if failed is not None:
+            raise failed
 
-    async def _look(self) -> TransferQueueError | None:
+    async def _look(self, timeout_s: float) -> TransferQueueError | None:
         """None, or why nobody knows."""
         blocks = self._unit.in_engine()
         try:
-            gone = await self._missing(blocks)
+            gone = await self._missing(blocks, timeout_s)
         except TransferQueueError as error:
             return error
         if gone:
@@ -144,14 +147,10 @@ class EngineBlocks:
             log.error("%s lost %d of %d blocks, and with them %s", self.engine.name, len(gone), len(blocks), told)
         return None
 
-    async def _missing(self, blocks: Mapping[str, int]) -> set[int]:
+    async def _missing(self, blocks: Mapping[str, int], timeout_s: float) -> set[int]:
         """The numbers of those of the blocks, which are named by their keys, that the engine does not have."""
-        keys = list(blocks)
-        gone: set[int] = set()
-        for at in range(0, len(keys), KEYS):
-            missing = await asyncio.to_thread(self.engine.missing, keys[at : at + KEYS], self._timeout_s)
-            gone.update(blocks[key] for key in missing)
-        return gone
+        missing = await asyncio.to_thread(self.engine.missing, list(blocks), timeout_s) if blocks else ()
+        return {blocks[key] for key in missing}
 
     # ending
 
@@ -164,12 +163,13 @@ class EngineBlocks:
         await asyncio.to_thread(self._close, keys)
 
     def _close(self, keys: list[str]) -> None:
+        until, at = time.monotonic() + DROP_S, 0
         try:
             for at in range(0, len(keys), KEYS):
-                self.engine.drop(keys[at : at + KEYS], DROP_S)
+                self.engine.drop(keys[at : at + KEYS], left_until(until))
         except TransferQueueError as error:
-            log.warning("%d blocks of this service are left there: %s", len(keys), error)
+            log.warning("%d blocks of this service are left there, as %s: %s", len(keys) - at, keys[at], error)
         try:
-            self.engine.close(DROP_S)
+            self.engine.close(left_until(until))
         except TransferQueueError as error:
             log.warning("%s", error)

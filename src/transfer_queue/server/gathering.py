@@ -89,7 +89,7 @@ class Gatherer:
             block = self._service.unit.block(number)
             if block is None or not block.published or block.dropped or block.nbytes > MAX_ROW_NBYTES:
                 continue
-            if self._service.unit.is_spilled(block):
+            if block.is_in_engine or self._service.unit.is_spilled(block):
                 continue
             try:
                 template = template_of(block.layout)

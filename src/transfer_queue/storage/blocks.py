@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from transfer_queue.errors import DataLost, InvalidInput, RowCleared, StoreFull
+from transfer_queue.errors import DataLost, InternalError, InvalidInput, RowCleared, StoreFull
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.memfd import read_file
 from transfer_queue.storage.pins import NO_REQUEST, Pins
@@ -95,10 +95,13 @@ class Unit:
         self.used_nbytes = 0
         self.spilled_nbytes = self.num_spilled = 0
         self.engine_prefix = ""
+        self.engine_place = ""  # where that is, as a journal remembers it
         self.engine_nbytes = 0
         self.left_in_engine: list[str] = []
         self.peak_nbytes = 0  # since the last rotation of the trimmer
-        self._touched_nbytes = 0  # of memory at most: what was placed since it was measured may have been touched before
+        self._touched_nbytes = (
+            0  # of memory at most: what was placed since it was measured may have been touched before
+        )
         self._look_nbytes = budget_nbytes  # when more may be touched, free memory is given back
         self.shm = SharedMemory(directory, spill.directory)
         self.outbox: list[tuple[Hashable, Reply]] = []
@@ -238,6 +241,8 @@ class Unit:
         return block
 
     def memory(self, block: Block) -> Bytes:
+        if block.is_in_engine:
+            raise InternalError(f"block {block.number} lies in the storage engine, not in memory")
         return self.shm.slice(block.arena, block.offset, block.nbytes)
 
     def content(self, block: Block, start: int = 0, end: int | None = None) -> Bytes:
@@ -245,7 +250,7 @@ class Unit:
         this process where the disk fails (SIGBUS); all of a block are compared with what was written. Raises
         `DataLost`."""
         end = block.nbytes if end is None else end
-        if not self.is_spilled(block):
+        if block.is_in_engine or not self.is_spilled(block):
             return self.memory(block)[start:end]
         where = f"block {block.number}: the disk that its rows were moved to"
         try:

@@ -50,28 +50,33 @@ class OpenedOnce(Generic[T]):
         self._name = name
         self._opens = opens
         self._lock = threading.Lock()
-        self._num_failed = 0
-        self._failure = ""
+        self._failure: tuple[float, type[TransferQueueError], str] | None = None  # the last one, and its deadline
         self.opened: T | None = None
 
     def get(self, timeout_s: float) -> T:
-        """Raises as `opens`, and `ServiceUnavailable` where another thread's attempt fails or is late."""
+        """Raises as `opens`, also where an attempt of another thread that had more time has failed meanwhile, and
+        `ServiceUnavailable` where that is late."""
         if self.opened is not None:
             return self.opened
-        deadline, num_failed = time.monotonic() + timeout_s, self._num_failed
+        deadline, before = time.monotonic() + timeout_s, self._failure
         if not self._lock.acquire(timeout=timeout_s):
             raise ServiceUnavailable(f"{self._name} did not answer within {timeout_s:g} s")
         try:
-            if self.opened is None and self._num_failed > num_failed:  # who waited for that need not wait once more
-                raise ServiceUnavailable(self._failure)
+            failed = self._failure
+            if self.opened is None and failed is not None and failed is not before and failed[0] >= deadline:
+                raise failed[1](failed[2])
             if self.opened is None:
-                self.opened = self._opens(left_until(deadline))
+                self.opened = self._opened_now(deadline)
             return self.opened
-        except TransferQueueError as error:
-            self._num_failed, self._failure = self._num_failed + 1, str(error)
-            raise
         finally:
             self._lock.release()
+
+    def _opened_now(self, deadline: float) -> T:
+        try:
+            return self._opens(left_until(deadline))
+        except TransferQueueError as error:
+            self._failure = deadline, type(error), str(error)
+            raise
 
     def taken(self) -> T | None:
         """What was opened, which is somebody else's to close from now on."""

@@ -48,6 +48,12 @@ class LeftInEngine(Fact, tag=30):
     keys: list[str]
 
 
+class EngineIs(Fact, tag=31):
+    """In a snapshot: the place of the blocks that lie in the storage engine (`StorageEngine.place`)."""
+
+    place: str
+
+
 class BlockRenamed(Fact, tag=22):
     """A block is a copy of another one, whose bytes in the journal are its own from now on."""
 
@@ -100,7 +106,7 @@ class BlockShared(Fact, tag=27):
 
 JournalFact: TypeAlias = (
     ControllerFact | BlockLogged | BlockStored | BlockInEngine | BlockRenamed | SnapshotComplete | UnitKnown | MemberIs
-    | BlockGone | BlockShared | UnitsNumbered | LeftInEngine
+    | BlockGone | BlockShared | UnitsNumbered | LeftInEngine | EngineIs
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

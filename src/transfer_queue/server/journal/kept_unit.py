@@ -112,8 +112,14 @@ class KeptUnit(RecordingUnit):
 
     @property
     def to_delete(self) -> list[str]:
-        """What the engine has in vain."""
-        return [*self.left_in_engine, *self.leaving, *self.unneeded]
+        """What the engine has in vain, or will have if nothing more becomes of it: blocks that somebody still reads or
+        fills."""
+        open_ = [block.key for block in self._blocks.values() if block.is_in_engine and not self._lasts(block)]
+        return [*self.left_in_engine, *self.leaving, *self.unneeded, *open_]
+
+    @staticmethod
+    def _lasts(block: Block) -> bool:
+        return block.published and not block.dropped
 
     def take_facts(self) -> list[JournalFact]:
         """What became of blocks since they were taken last."""
@@ -125,7 +131,7 @@ class KeptUnit(RecordingUnit):
 
     def lasting(self) -> list[Block]:
         """The blocks that are facts: those that only the controller can drop."""
-        return [one for one in self._blocks.values() if one.published and not one.dropped and self.is_kept(one)]
+        return [one for one in self._blocks.values() if self._lasts(one) and self.is_kept(one)]
 
     def put_back_in_engine(self, fact: BlockInEngine) -> None:
         """A block that is there."""

@@ -16,6 +16,7 @@ from transfer_queue.server.journal.facts import (
     BlockRenamed,
     BlockShared,
     BlockStored,
+    EngineIs,
     JournalFact,
     LeftInEngine,
     SnapshotComplete,
@@ -128,6 +129,7 @@ class KnownBlocks:
         self._large: dict[int, tuple[bytes, Place]] = {}
         self._in_engine: dict[int, BlockInEngine] = {}
         self._left: list[str] = []
+        self._place = ""
         self._last = 0
 
     def apply(self, fact: JournalFact) -> bool:
@@ -145,6 +147,8 @@ class KnownBlocks:
                 self._last = max(self._last, fact.block)
             case LeftInEngine():
                 self._left += fact.keys
+            case EngineIs():
+                self._place = fact.place
             case BlockRenamed() | BlockShared():
                 if fact.block not in self._large:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
@@ -169,12 +173,13 @@ class KnownBlocks:
         missing = [number for number in wanted if number not in in_memory]
         if missing:
             raise JournalCorrupt(f"{directory}: blocks {missing[:8]} are missing")
-        unit.left_in_engine += self._left
+        unit.engine_place = self._place
+        left = dict.fromkeys([*self._left, *(fact.key for fact in self._in_engine.values())])
         for number, fact in self._in_engine.items():
             if number in needed:
                 unit.put_back_in_engine(fact)
-            else:
-                unit.left_in_engine.append(fact.key)
+                del left[fact.key]
+        unit.left_in_engine += left
         places = {number: self._large[number][1] for number in wanted if number in self._large}
         payloads = Payloads(directory, set(places.values()))
         try:

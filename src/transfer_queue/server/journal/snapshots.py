@@ -23,7 +23,7 @@ import numpy as np
 from transfer_queue.errors import JournalCorrupt
 from transfer_queue.memory.memfd import start_writing, sync_directory
 from transfer_queue.server.forks import disconnect
-from transfer_queue.server.journal.facts import JournalFact, LeftInEngine, decoded, encoded
+from transfer_queue.server.journal.facts import EngineIs, JournalFact, LeftInEngine, decoded, encoded
 from transfer_queue.server.journal.files import (
     DRAFT,
     FORMAT,
@@ -114,8 +114,8 @@ def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> None:
 def _parts(found: list[JournalFact], unit: KeptUnit) -> Iterator[list[bytes]]:
     """These facts and the blocks, some megabytes at a time: encoded together, small ones take a third less time."""
     nbytes = 0
-    if unit.to_delete:
-        found.append(LeftInEngine(unit.to_delete))
+    if unit.engine_place:
+        found += [EngineIs(unit.engine_place), LeftInEngine(unit.to_delete)]
     for block in unit.lasting():
         found.append(unit.fact_of(block))
         nbytes += len(block.layout) + (0 if block.number in unit.places else block.nbytes)

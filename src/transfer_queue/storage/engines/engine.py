@@ -100,6 +100,12 @@ class StorageEngine(abc.ABC):
         return ""
 
     @property
+    def place(self) -> str:
+        """What names this place and no other, as long as what is stored there is there ("": nothing does). With a
+        server's engine: made where there is none."""
+        return ""
+
+    @property
     def for_clients(self) -> Mapping[str, Any]:
         """With a server's engine: the settings by which clients reach the same."""
         return {}
@@ -113,7 +119,8 @@ class StorageEngine(abc.ABC):
 
     @abc.abstractmethod
     def missing(self, keys: Sequence[str]) -> set[str]:
-        """Those of the keys under which nothing can be read any more."""
+        """Those of the keys under which nothing can be read any more. Raises where nobody knows: what is missing is
+        given up for good."""
 
     @abc.abstractmethod
     def drop(self, keys: Sequence[str]) -> None:

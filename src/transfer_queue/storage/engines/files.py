@@ -1,12 +1,16 @@
 """Blocks as files: of a directory that all hosts share, or of whatever else fsspec opens.
 
 The slowest engine, which needs no server of its own and loses nothing when one ends.
+
+A file beside them, `.tq-place`, names the directory. Where it is not there, or is another one, a mount may be away or a
+store another one: then nothing is said to be missing, and nothing is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,15 +20,17 @@ from fsspec.implementations.local import LocalFileSystem
 from transfer_queue.errors import ConfigError, StoreFull
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.memfd import sync_directory
-from transfer_queue.saved.filesystem import FileSystem
+from transfer_queue.saved.filesystem import FULL, FileSystem
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
-NO_SPACE = 28  # errno.ENOSPC
 PART = ".part"
+PLACE, PLACE_NBYTES = ".tq-place", 8
+FEW = 16  # files that are looked for one after the other; more are looked up in a list of all
 
 
 class Files(StorageEngine):
-    """`settings.url` names the directory as fsspec does: "file:///mnt/shared/tq", "s3://bucket/tq"."""
+    """`settings.url` names the directory as fsspec does: "file:///mnt/shared/tq", "s3://bucket/tq". `place`: as which
+    it is known (a server that opens it finds out)."""
 
     name = "Files"
     survives = "machine"
@@ -41,21 +47,34 @@ class Files(StorageEngine):
         except ConfigError as error:
             raise ConfigError(f"backend.Files.url: {error}") from error
         self._files, self._root = found.files, found.root
-        self._is_local = isinstance(self._files, LocalFileSystem)
-        self._syncs = bool(settings.get("durable")) and self._is_local
+        self._syncs = bool(settings.get("durable")) and isinstance(self._files, LocalFileSystem)
+        self._place = str(settings.get("place", ""))
         if serves:
             try:
                 self._files.makedirs(self._root, exist_ok=True)
+                self._place = self._placed(found)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"backend.Files.url: {url!r}: {error}") from error
+
+    def _placed(self, files: FileSystem) -> str:
+        """What names the directory, which is given a name where it has none."""
+        path = f"{self._root}/{PLACE}"
+        name = secrets.token_hex(PLACE_NBYTES).encode()
+        with contextlib.suppress(FileExistsError):
+            files.create_whole(path, name, f"{path}-{name.decode()}{PART}")
+        return bytes(self._files.cat_file(path)).decode().strip()
 
     @property
     def where(self) -> str:
         return self._url
 
     @property
+    def place(self) -> str:
+        return self._place
+
+    @property
     def for_clients(self) -> Mapping[str, Any]:
-        return {"url": self._url, "durable": self._syncs}
+        return {"url": self._url, "durable": self._syncs, "place": self._place}
 
     def reserve(self, key: str, nbytes: int) -> Room:
         return _FileRoom(self._files, self._path(key), nbytes, self._syncs)
@@ -75,19 +94,49 @@ class Files(StorageEngine):
                 span.into[: len(data)] = np.frombuffer(data, np.uint8)
 
     def missing(self, keys: Sequence[str]) -> set[str]:
+        self._check_place()
+        if len(keys) > FEW:
+            there = {path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)}
+            return {key for key in keys if _name(key) not in there}
+        return {key for key in keys if not self._is_there(self._path(key))}
+
+    def _is_there(self, path: str) -> bool:
+        """Raises where that cannot be found out: `exists` says no then."""
+        try:
+            self._files.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _check_place(self) -> None:
         self._files.invalidate_cache()
-        if self._is_local and not self._files.isdir(self._root):  # perhaps a mount that is away for a while
-            raise NotADirectoryError(f"{self._root} is not there")
-        return {key for key in keys if not self._files.exists(self._path(key))}
+        path = f"{self._root}/{PLACE}"
+        try:
+            found = bytes(self._files.cat_file(path)).decode().strip()
+        except FileNotFoundError:
+            found = ""
+        if self._place and found != self._place:
+            raise OSError(
+                f"{path} says {found!r}, not {self._place!r}: is a mount away, or is this another place? Where the rows"
+                f" are gone for good, write {self._place} into that file"
+            )
 
     def drop(self, keys: Sequence[str]) -> None:
-        for path in map(self._path, keys):
-            for name in (path, path + PART):  # a writer that was killed may have left the one or the other
-                with contextlib.suppress(FileNotFoundError):
-                    self._files.rm_file(name)
+        self._check_place()
+        paths = [path + end for path in map(self._path, keys) for end in ("", PART)]  # a killed writer may leave a part
+        if getattr(self._files, "async_impl", False):
+            self._files.rm(paths)  # many in one request, and those that are not there are no error
+            return
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(path)
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{key.replace('/', '-')}"
+        return f"{self._root}/{_name(key)}"
+
+
+def _name(key: str) -> str:
+    return key.replace("/", "-")
 
 
 class _FileRoom(Room):
@@ -112,7 +161,7 @@ class _FileRoom(Room):
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._files.rm_file(part)
-            if error.errno == NO_SPACE:
+            if error.errno in FULL:
                 raise StoreFull(f"{len(self.memory)} bytes do not fit: {error}") from error
             raise
 
