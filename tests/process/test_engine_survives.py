@@ -23,6 +23,7 @@ from hosts import LARGE, Host, firsts, rows
 from s3 import object_store
 from test_standby import kill, standby_of
 
+from transfer_queue import checkpoint
 from transfer_queue.client.drivers import run
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.operations.kv import kv_clear
@@ -409,6 +410,18 @@ def test_some_files_that_are_gone_are_rows_that_are_lost_and_no_others(site: Sit
 def test_a_file_of_a_machine_that_may_lose_power_is_synced_before_the_put_returns(site: Site) -> None:
     told = site.boot().client.session.config["engine"]
     assert told["settings"]["durable"] is True
+
+
+def test_a_checkpoint_that_was_loaded_comes_back(site: Site, tmp_path: Path) -> None:
+    host = site.boot()
+    meta = put(host, 1.0)
+    checkpoint.save(host.client.session, tmp_path / "saved")
+    host.client.clear_partition("p")
+    put(host, 2.0, "q")
+    checkpoint.load(host.client.session, tmp_path / "saved")
+    host = site.reboot()
+    assert found(host, meta) == [1.0, 1.0]
+    until(lambda: len(site.names()) == 1, f"{site.names()} the deletion of what was there before")
 
 
 def test_nothing_that_was_answered_is_lost_at_random_moments(site: Site) -> None:
