@@ -11,7 +11,7 @@
 
 Who shares a service without saying so: the ranks of torchrun (one agent), the tasks of a Slurm step, ranks by
 MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing. The job's key names a run directory
-in the user's private one (`server/register.py`); its lock, which the new server holds as well until it listens, lets
+in the private one of the user (`server/host_registry.py`); its lock, which the new server holds until it listens, lets
 one of them start. The service of torchrun and Slurm ends with the job's leader, their agent or step, which outlives a
 restart of workers; that of a program with the program; that of bare ranks when nobody has been attached for a while.
 Keys and owners are process numbers with start times, keys also with the namespace of these numbers, so neither the

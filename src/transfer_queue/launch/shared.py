@@ -96,6 +96,7 @@ class JobLauncher:
                 if self.find():
                     return None
                 self._look_around()
+                self._clean_up(parent)
                 server = local.start(config, orphan=not job.is_ours, lock=held)
         finally:
             host_registry.tidy(parent)
@@ -105,6 +106,13 @@ class JobLauncher:
         if job.span is not None and job.span.here_first:
             self._publish(str(started.addresses[0]))
         return started
+
+    def _clean_up(self, parent: str) -> None:
+        """Remove what killed services left beside this one's directory: nobody else comes by."""
+        try:
+            host_registry.sweep(parent)
+        except OSError as error:
+            log.debug("not all of what killed services left was removed: %s", error)
 
     def _look_around(self) -> None:
         """Say which services were perhaps meant instead of a new one."""
