@@ -22,6 +22,7 @@ import msgspec
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server import host_registry
+from transfer_queue.server.processes import ProcessIdentity
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.wire.address import Address, parse_address
 
@@ -269,6 +270,22 @@ def _not_started(answer: Ready | NotStarted | None, timeout_s: float) -> Transfe
     if isinstance(answer, NotStarted):
         return error_from_code(answer.code, answer.text)
     return ServiceUnavailable(f"the server ended or took more than {timeout_s:g} s to start; see its messages above")
+
+
+def end(server: ProcessIdentity) -> None:
+    """End a server that another process started, and wait, at most some seconds: its standby ends with it."""
+    try:
+        watch = os.pidfd_open(server.pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if server.lives():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(os.getpgid(server.pid), number)  # the group that `start` gave it
+                is_readable(watch, STOP_TIMEOUT_S)
+    finally:
+        os.close(watch)
 
 
 def is_readable(descriptor: int, timeout_s: float | None) -> bool:
