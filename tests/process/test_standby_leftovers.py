@@ -17,12 +17,14 @@ import psutil
 import pytest
 import torch
 from conftest import freeze, until
-from hosts import LARGE, Host
+from hosts import CLIENT, LARGE, Host
 from test_standby import kill, replaced, server_of, standby_of
 
+from transfer_queue.launch import local
 from transfer_queue.memory.memfd import is_of_this_host
 from transfer_queue.server import home, host_registry, processes
 from transfer_queue.server.processes import ProcessIdentity
+from transfer_queue.server.settings import ServerConfig
 
 Spawn = Callable[[str], Any]
 MIB = 1 << 20
@@ -260,3 +262,18 @@ def test_a_server_waits_while_its_directory_is_cleared_and_makes_another_one(tmp
     os.close(held)
     home.vacate(str(run_dir))
     assert not run_dir.exists()
+
+
+def test_an_owner_whose_server_was_killed_leaves_the_next_one_its_sockets(tmp_path: Path) -> None:
+    config = ServerConfig(
+        run_dir=str(tmp_path / "run"), owner_pid=os.getpid(), budget_nbytes=1 << 26, durability="none",
+        sampler={"class": "SequentialSampler"}, client=CLIENT,
+    )  # fmt: skip
+    dead = local.start(config)
+    kill(dead.pid)
+    alive = local.start(config)
+    dead.stop()
+    assert local.answers(alive.addresses[0])
+    kill(alive.pid)
+    alive.stop()
+    assert not (tmp_path / "run").exists()
