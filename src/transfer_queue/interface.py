@@ -36,7 +36,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
 )
 from transfer_queue.groups import GroupPolicy
-from transfer_queue.launch import choose, controller_actor, service_info
+from transfer_queue.launch import choose, controller_actor, left_behind, service_info
 from transfer_queue.launch.launcher import Launcher, RunningService
 from transfer_queue.tables import extras
 from transfer_queue.trace import switch
@@ -114,7 +114,8 @@ def init(conf: Any = None) -> Any:
 
 
 def _still_attached(client: TransferQueueClient) -> bool:
-    """Whether the client's service lives, or another has taken its place. A frozen server counts as alive. Raises
+    """Whether the client's service lives, or another has taken its place: on another host than its first one that takes
+    another unit here. A frozen server counts as alive. Raises
     `ServiceUnavailable` where one on this host may run that cannot be reached: letting go of it could end it."""
     global _TQ_CLIENT
     is_local = client.address.is_local
@@ -139,7 +140,7 @@ def _still_attached(client: TransferQueueClient) -> bool:
                 return False
             select.select([], [], [], pause_s)
         else:
-            return True
+            return not left_behind(session.address)
 
 
 def _warn_of_another_service(full: Any, session: Session) -> None:
@@ -250,7 +251,7 @@ def _attach(full: Any, launcher: Launcher) -> bool:
     global _TQ_CLIENT, _TQ_CONTROLLER
     known = str(full.address or "") or settings.from_env().address
     gone: ServiceUnavailable | None = None
-    if known:
+    if known and not (launcher.has_hosts and left_behind(parse_address(known))):
         address = parse_address(known)
         try:
             _TQ_CLIENT = _client_of(Session(address))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from conftest import until
 from paths import SOURCES
@@ -80,3 +84,81 @@ def test_a_host_waits_for_the_service_that_takes_the_place_of_a_dead_one() -> No
             finding = threads.submit(hosts.find, board, 30.0)
             board.publish(next_one)
             assert finding.result(30) == next_one
+
+
+STORE = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+HOST = """
+import os
+os.environ.update(%r)
+import transfer_queue as tq
+while True:
+    tq.init()
+    client = tq.get_client()
+    client.set_partition("of " + os.environ["RANK"], size=4)
+    print(client.session.server_pid, tq.address(), *sorted(client.get_partition_list()), sep=",", flush=True)
+    input()
+"""
+
+
+@pytest.fixture
+def rank(
+    fresh_child: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Callable[[], list[str]]]]:
+    """Starts ranks of a job of torchrun on hosts that have a runtime directory each. What a rank gives says what it is
+    attached to after another `init`: the server's process and address, and the partitions there."""
+    for name in [name for name in os.environ if name.startswith(("TQ_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    job = {
+        "TORCHELASTIC_RUN_ID": "two", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": fresh_child(STORE).line(), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    servers: set[int] = set()
+    with tempfile.TemporaryDirectory(prefix="tq-test-", dir="/tmp") as run_dir:
+
+        def start(number: int, **more: str) -> Callable[[], list[str]]:
+            host = str(number // 2)
+            Path(run_dir, host).mkdir(exist_ok=True)
+            own = {"RANK": str(number), "GROUP_RANK": host, "XDG_RUNTIME_DIR": os.path.join(run_dir, host)}
+            child = fresh_child(HOST % {**job, **own, **more})
+            asked = False
+
+            def attached() -> list[str]:
+                nonlocal asked
+                if asked:
+                    child.say()
+                asked = True
+                found: list[str] = child.line().split(",")
+                servers.add(int(found[0]))
+                return found
+
+            return attached
+
+        yield start
+        for pid in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        until(lambda: not [one for node in Path(run_dir).iterdir() for one in node.iterdir()], "the end of all servers")
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_the_other_hosts_of_a_job_join_the_service_that_takes_the_place_of_a_dead_one(
+    rank: Callable[..., Callable[[], list[str]]], inherits: bool
+) -> None:
+    first, other = rank(0), rank(2)
+    (server, *_), (unit, address, *shared) = first(), other()
+    assert shared == ["of 0", "of 2"]
+    dead = psutil.Process(int(server))
+    for process in (*dead.children(), dead):
+        process.kill()
+        process.wait(10)
+    assert first()[0] != server
+    third = rank(3, TQ_ADDRESS=address) if inherits else other
+    joined, *_, known, own = third()
+    assert joined != unit
+    assert (known, own) == ("of 0", f"of {3 if inherits else 2}")
+    assert other()[0] == joined, "one unit a host"

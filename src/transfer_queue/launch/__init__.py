@@ -11,7 +11,7 @@
 
 Who shares a service without saying so: the ranks of torchrun (one agent), the tasks of a Slurm step, ranks by
 MASTER_ADDR and MASTER_PORT, a program and what it started with multiprocessing. The job's key names a run directory
-in the user's private one (`server/register.py`); its lock, which the new server holds as well until it listens, lets
+in the private one of the user (`server/host_registry.py`); its lock, which the new server holds until it listens, lets
 one of them start. The service of torchrun and Slurm ends with the job's leader, their agent or step, which outlives a
 restart of workers; that of a program with the program; that of bare ranks when nobody has been attached for a while.
 Keys and owners are process numbers with start times, keys also with the namespace of these numbers, so neither the
@@ -27,10 +27,12 @@ storage engine RayStore, where that was chosen.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from transfer_queue.launch.launcher import Launcher
+from transfer_queue.server import host_registry
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.server_info import ZMQServerInfo, server_info
 
@@ -53,6 +55,17 @@ def choose(run_dir: str, joins: bool = False, recovers: bool = False) -> Launche
     from transfer_queue.launch.shared import JobLauncher
 
     return JobLauncher(this_job())
+
+
+def left_behind(address: Address) -> bool:
+    """Whether the server at an address is a unit of this job on this host whose service died, while the first host has
+    another one by now. Raises `ConfigError` where the environment says half of what a job must."""
+    if not address.is_local or os.path.dirname(os.path.dirname(address.path)) != host_registry.private_path():
+        return False
+    from transfer_queue.launch.job import this_job
+    from transfer_queue.launch.shared import JobLauncher
+
+    return JobLauncher(this_job()).left_behind(address) is not None
 
 
 def controller_actor() -> Any:

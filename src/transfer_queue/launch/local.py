@@ -22,6 +22,8 @@ import msgspec
 from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server import host_registry
+from transfer_queue.server.home import vacate
+from transfer_queue.server.processes import ProcessIdentity
 from transfer_queue.server.settings import NotStarted, Ready, ServerConfig, clear_run_dir
 from transfer_queue.wire.address import Address, parse_address
 
@@ -57,13 +59,17 @@ class LocalServer:
         """End it and wait; nothing of it is left. A forked child of the owner leaves it alone."""
         if os.getpid() != self._owner or self._life < 0:
             return
+        had_ended = self.wait(0)
         self._signal(signal.SIGTERM)
         if not self.wait(STOP_TIMEOUT_S):
             self._signal(signal.SIGKILL)
             self.wait(STOP_TIMEOUT_S)
         self._process.wait()
         self.release()
-        clear_run_dir(self._run_dir)  # where it was killed, its sockets are still there
+        if had_ended:  # it was killed: its sockets are still there, or those of the next one
+            vacate(self._run_dir)
+        else:
+            clear_run_dir(self._run_dir)
 
     def give_up(self, fresh: bool) -> None:
         """It does not listen: end it at once. Its run directory goes too if it is `fresh`: else it may be another's."""
@@ -269,6 +275,22 @@ def _not_started(answer: Ready | NotStarted | None, timeout_s: float) -> Transfe
     if isinstance(answer, NotStarted):
         return error_from_code(answer.code, answer.text)
     return ServiceUnavailable(f"the server ended or took more than {timeout_s:g} s to start; see its messages above")
+
+
+def end(server: ProcessIdentity) -> None:
+    """End a server that another process started, and wait, at most some seconds: its standby ends with it."""
+    try:
+        watch = os.pidfd_open(server.pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if server.lives():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(os.getpgid(server.pid), number)  # the group that `start` gave it
+                is_readable(watch, STOP_TIMEOUT_S)
+    finally:
+        os.close(watch)
 
 
 def is_readable(descriptor: int, timeout_s: float | None) -> bool:

@@ -20,6 +20,7 @@ from transfer_queue.launch.job import Job, inherited, kept_by_children
 from transfer_queue.launch.launcher import RunningService
 from transfer_queue.sampler.script import refuse_while_running
 from transfer_queue.server import host_registry
+from transfer_queue.server.host_registry import ServerEntry
 from transfer_queue.server.settings import SOCKET_NAME, ServerConfig, journal_of_unit
 from transfer_queue.wire.address import Address, is_everywhere, parse_address
 from transfer_queue.wire.token import token_from_environment
@@ -50,14 +51,20 @@ class JobLauncher:
     def has_hosts(self) -> bool:
         return self._job.span is not None and self._job.span.certain
 
+    @property
+    def _here(self) -> Address:
+        """Where the job's server on this host is, or would be."""
+        return parse_address(f"unix:{os.path.join(host_registry.private_path(), self._job.key, SOCKET_NAME)}")
+
     def find(self) -> Sequence[Address]:
         """As in `Launcher`; without waiting for another host: `launch` does."""
-        address = parse_address(f"unix:{os.path.join(host_registry.private_path(), self._job.key, SOCKET_NAME)}")
-        if host_registry.is_private() and local.answers(address):
+        address = self._here
+        left = self.left_behind(address)
+        if left is None and host_registry.is_private() and local.answers(address):
             if self._job.span is not None and self._job.span.here_first:
                 self._publish(str(address))
             return [address]
-        entry = inherited(host_registry.running())
+        entry = inherited([entry for entry in host_registry.running() if entry != left])
         if entry is not None:
             return [parse_address(entry.address)]
         return [] if self._remote is None else [self._remote]
@@ -95,7 +102,12 @@ class JobLauncher:
             with local.lock(config.run_dir, keep=False, start_s=local.start_timeout_s(config)) as held:
                 if self.find():
                     return None
+                left = self.left_behind(self._here)
+                if left is not None:
+                    log.warning("the service at %s is gone: this host joins the one in its place", left.join)
+                    local.end(left.server)
                 self._look_around()
+                self._clean_up(parent)
                 server = local.start(config, orphan=not job.is_ours, lock=held)
         finally:
             host_registry.tidy(parent)
@@ -105,6 +117,13 @@ class JobLauncher:
         if job.span is not None and job.span.here_first:
             self._publish(str(started.addresses[0]))
         return started
+
+    def _clean_up(self, parent: str) -> None:
+        """Remove what killed services left beside this one's directory: nobody else comes by."""
+        try:
+            host_registry.sweep(parent)
+        except OSError as error:
+            log.debug("not all of what killed services left was removed: %s", error)
 
     def _look_around(self) -> None:
         """Say which services were perhaps meant instead of a new one."""
@@ -126,6 +145,23 @@ class JobLauncher:
                 )
 
     # Several hosts
+
+    def left_behind(self, address: Address) -> ServerEntry | None:
+        """The server at an address, if it is this host's unit of a service that died, and the first host has told of
+        another one. It lives on, for the one it knows could come back."""
+        span = self._job.span
+        if span is None or span.here_first or address != self._here:
+            return None
+        for entry in host_registry.running():
+            if entry.address == str(address) and entry.join and not hosts.listens(ServicePlace(entry.join)):
+                try:
+                    board = hosts.board(self._job)
+                    place = board.read(0.0) if board is not None and not board.port() else None
+                except ServiceUnavailable:
+                    return None
+                moved = place is not None and place.tcp != entry.join and hosts.listens(place)
+                return entry if moved else None
+        return None
 
     def _way(self, config: ServerConfig) -> Board | None:
         if self._board is None:

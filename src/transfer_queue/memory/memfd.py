@@ -17,6 +17,8 @@ from transfer_queue.memory.bytes import PAGE, Bytes
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
 SYNC_FILE_RANGE_WRITE = 2
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # mmap(2); Python names it from 3.11 on some builds only
+IN_MEMORY = ("tmpfs", "ramfs")
+OF_ONE_HOST = (*IN_MEMORY, "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "overlay")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,15 +42,25 @@ def free_nbytes(directory: str, setting: str = "arena_dir") -> int | None:
 
 
 def is_memory(directory: str) -> bool:
-    """Whether the files of a directory lie in memory (proc(5), mountinfo)."""
+    """Whether the files of a directory lie in memory."""
+    return file_system(directory) in IN_MEMORY
+
+
+def is_of_this_host(directory: str) -> bool:
+    """Whether no other host has the files of a directory too; False where that is not certain."""
+    return file_system(directory) in OF_ONE_HOST
+
+
+def file_system(directory: str) -> str:
+    """The kind of the file system that a directory lies in (proc(5), mountinfo); "" where it is not listed."""
     status = os.stat(directory)
     device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             fields, _, kind = line.partition(" - ")
             if fields.split()[2] == device:
-                return kind.split()[0] in ("tmpfs", "ramfs")
-    return False
+                return kind.split()[0]
+    return ""
 
 
 def create(directory: str | None, name: str = "transfer_queue") -> int:

@@ -1,4 +1,4 @@
-"""A server's directory: made, held by one server at a time."""
+"""A server's directory: made, held by one server at a time, and removed where that was killed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import contextlib
 import fcntl
 import os
 import socket
+import stat
 import time
+from collections.abc import Iterator
 
 from transfer_queue.errors import ConfigError
-from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME
+from transfer_queue.server.settings import DOOR_NAME, SOCKET_NAME, clear_run_dir
 from transfer_queue.wire.peer import still_listens, unsafe
 
 VACATE_S = 5.0  # how long the server before may take to leave its run directory
@@ -49,6 +51,39 @@ async def move_in(run_dir: str) -> int:
             raise
         os.close(home)
         await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def taken(path: str) -> Iterator[bool]:
+    """Hold a run directory, or the file of a lock, of a process that was killed. False where one that lives has it, or
+    may: a server and its standbys hold their directory as long as they live, and who starts one holds its lock."""
+    try:
+        found = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_left(found, path)
+    finally:
+        os.close(found)
+
+
+def _is_left(found: int, path: str) -> bool:
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(found), os.stat(path, follow_symlinks=False))
+    except OSError:  # somebody has it, or has removed it; or the file system cannot say
+        return False
+
+
+def vacate(path: str) -> None:
+    """Remove what a killed server left of its directory, or a killed starter of its lock. What is held stays: who waits
+    for it meanwhile finds it gone, and makes another one. Does not raise."""
+    with taken(path) as ours, contextlib.suppress(OSError):
+        if ours and stat.S_ISDIR(os.stat(path).st_mode):
+            clear_run_dir(path)
+        elif ours:
+            os.unlink(path)
 
 
 def _holds(home: int, run_dir: str) -> bool:

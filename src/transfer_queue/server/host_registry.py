@@ -1,7 +1,8 @@
 """The register of this user's servers on this host: one small file each, in a directory that is this user's alone.
 
 A server enters itself when it listens and leaves at its end. Whoever reads the register drops the entries of servers
-that were killed. The directory is `tq-UID`, of mode 0700; one that is not surely ours is neither read nor written.
+that were killed, and whoever starts one of a job removes what else they left (`sweep`). The directory is `tq-UID`, of
+mode 0700; one that is not surely ours is neither read nor written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from transfer_queue.errors import AccessDenied
-from transfer_queue.server import processes
+from transfer_queue.memory.memfd import is_of_this_host
+from transfer_queue.server import home, processes
 from transfer_queue.server.processes import ProcessIdentity
 from transfer_queue.structs import decodable
 
@@ -144,6 +146,29 @@ def tidy(directory: str) -> None:
     """Remove a directory in which nothing is left."""
     with contextlib.suppress(OSError):
         os.rmdir(directory)
+
+
+def sweep(directory: str) -> None:
+    """Remove what killed servers and starters left in a private directory: entries of earlier lives of this host, run
+    directories of jobs, locks. What somebody holds stays. So does everything on a file system that other hosts may
+    have too: their entries look like earlier ones, and their locks need not be seen here. Raises OSError."""
+    if not is_of_this_host(directory):
+        return
+    boot = processes.view().partition("-")[0]
+    for path in sorted(Path(directory).iterdir()):
+        if path.suffix == ".lock" or path.is_dir():
+            home.vacate(str(path))
+        elif path.suffix == SUFFIX and not path.name.startswith(boot):
+            _drop_past(path)
+
+
+def _drop_past(path: Path) -> None:
+    """Remove an entry of another life of this host, unless somebody holds the directory it names."""
+    entry = _read(path)
+    run_dir = "" if entry is None else os.path.dirname(entry.address.removeprefix("unix:"))
+    with home.taken(run_dir) as free:
+        if run_dir and (free or not os.path.lexists(run_dir)):
+            path.unlink(missing_ok=True)
 
 
 def running() -> list[ServerEntry]:
