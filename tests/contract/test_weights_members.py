@@ -409,6 +409,32 @@ def test_a_pause_of_somebody_else_outlasts_those_of_a_fleet(kind: Kind) -> None:
     trainer.shutdown()
 
 
+class OlderMember:
+    """A member of somebody else, written when `resume_generation` had no owner."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def resume_generation(self) -> None:
+        self._control.resume_generation()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+
+def test_a_member_whose_resume_takes_no_owner_is_sent_versions_and_joins_late(made: Callable[[str], Kind]) -> None:
+    first, late = made("control"), made("control")
+    fleet = Fleet({"first": OlderMember(first.control)}, pause="keep", heartbeat_s=0.05)
+    trainer = trainer_of(fleet)
+    trainer.send_weights(deadline_s=SEND_S)
+    fleet.join("late", OlderMember(late.control), wait_s=SEND_S)
+    for one in (first, late):
+        assert root(copy_of(one.module)) == expected(1)
+        assert not one.gate.is_paused()
+    fleet.close()
+    trainer.shutdown()
+
+
 @ours
 def test_a_lease_that_lapses_ends_that_pause_alone(kind: Kind) -> None:
     kind.member.pause_generation("keep")

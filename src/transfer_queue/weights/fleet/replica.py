@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transfer_queue.errors import (
@@ -20,6 +21,7 @@ from transfer_queue.errors import (
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 from transfer_queue.weights.transport.clients import Member as Member
+from transfer_queue.weights.transport.clients import takes_owner
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
@@ -210,9 +212,13 @@ class Replica:
         self.paused_by_us = True
 
     def resume(self, deadline: Deadline) -> None:
-        """End that pause, and nobody else's."""
-        self.call("resume_generation", self._pause_owner, deadline=deadline)
+        """End that pause, and nobody else's where the member can say whose."""
+        self.call("resume_generation", *([self._pause_owner] if self._resumes_one else []), deadline=deadline)
         self.paused_by_us = False
+
+    @cached_property
+    def _resumes_one(self) -> bool:
+        return takes_owner(self.member.resume_generation)
 
     def call_off(self, deadline: Deadline) -> None:
         """End the update that is open there, if it is ours. vLLM's session ends with a finish only, after an abort ours
