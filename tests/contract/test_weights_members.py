@@ -456,6 +456,17 @@ def test_while_a_stronger_pause_lasts_a_weaker_one_lets_no_requests_in(kind: Kin
         pass
 
 
+@ours
+def test_a_weaker_pause_that_lasts_is_as_weak_as_before_the_stronger_one(kind: Kind) -> None:
+    kind.member.pause_generation("keep")
+    kind.member.pause_generation("abort", True, "run", 60.0)
+    kind.member.resume_generation("run")
+    with kind.gate.request("queued"):
+        assert kind.gate.is_paused()
+    kind.member.resume_generation("")
+    assert not kind.gate.is_paused()
+
+
 def test_a_repeated_pause_begins_its_lease_anew(made: Callable[[str], Kind]) -> None:
     one = made("control")
     one.control.pause_generation("keep", True, "run", 0.2)

@@ -250,7 +250,8 @@ class Control:
         pauses.pause(mode, clear_cache, owner, lease_s)
 
     def resume_generation(self, owner: str | None = None) -> None:
-        """Generate again. With an `owner` only that one's pause ends, and the others last."""
+        """Generate again. With an `owner` only that one's pause ends, and the others last, in the strongest mode of
+        theirs."""
         self._generating().resume(owner)
 
     def is_paused(self) -> bool:
