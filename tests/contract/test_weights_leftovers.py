@@ -455,7 +455,7 @@ def test_a_pause_that_is_not_reached_leaves_the_one_before_with_its_owner_and_it
     with gate.request("runs"):
         pauses.pause("keep", True, "run-1", 30.0)
         fails(pauses.pause, "wait", True, "run-1", 30.0)
-        assert (pauses.is_paused(), pauses.owner) == (True, "run-1")
+        assert (pauses.is_paused(), pauses.owner()) == (True, "run-1")
         pauses.take_over("run-2")
         assert not pauses.is_paused()
         pauses.pause("keep", True, "run-2", 0.3)
@@ -475,7 +475,7 @@ def test_a_pause_that_fails_after_the_one_that_was_held_has_ended_leaves_nobody_
         pauses.resume("")
         waiting.join()
         with request.step(1.0):
-            assert (pauses.is_paused(), pauses.owner) == (False, "")
+            assert (pauses.is_paused(), pauses.owner()) == (False, "")
 
 
 def test_a_pause_that_waits_makes_no_freeze_wait() -> None:

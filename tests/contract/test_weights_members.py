@@ -409,6 +409,25 @@ def test_a_pause_of_somebody_else_outlasts_those_of_a_fleet(kind: Kind) -> None:
     trainer.shutdown()
 
 
+@ours
+def test_a_fleet_ends_its_own_pause_beside_one_of_another_name(kind: Kind) -> None:
+    fleet = Fleet({"one": kind.member}, pause="keep", heartbeat_s=0.05)
+    trainer = trainer_of(fleet)
+    trainer.send_weights(deadline_s=SEND_S)
+    one = fleet._replicas["one"]
+    for owner in ("ops", trainer.run_id):
+        kind.member.pause_generation("keep", True, owner, 60.0)
+        assert kind.member.status().paused_by == owner
+        with one.busy:  # otherwise a look that goes on may find it ready
+            fleet.fence(one, "it did not answer")
+        fleet.wait_ready(["one"], SEND_S)
+        assert (kind.member.status().paused_by, kind.gate.is_paused()) == ("ops", True)
+    kind.member.resume_generation("ops")
+    assert not kind.gate.is_paused()
+    fleet.close()
+    trainer.shutdown()
+
+
 class OlderMember:
     """A member of somebody else, written when `resume_generation` had no owner."""
 

@@ -39,12 +39,11 @@ class Pauses:
         self._calls: set[HeldPause] = set()  # for which the generation is being paused just now
         self._reached = ""  # the mode that the generation was brought to; "" for none
 
-    @property
-    def owner(self) -> str:
-        """The run that there is a pause of, or one that waits; "" for none."""
+    def owner(self, run_id: str = "") -> str:
+        """The run that there is a pause of, or one that waits: this one if it has any; "" for none."""
         with self._lock:
-            waiting = [one.owner for one in self._calls if one.wanted]
-            return next((owner for owner in (*self._held, *waiting) if owner), "")
+            found = [*self._held, *(one.owner for one in self._calls if one.wanted)]
+            return run_id if run_id in found else next((owner for owner in found if owner), "")
 
     def pause(self, mode: Mode, clear_cache: bool, owner: str, lease_s: float | None) -> None:
         """Blocks until nothing runs. Repeated by the owner it begins the lease anew."""
