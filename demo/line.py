@@ -114,8 +114,8 @@ class Caller:
     ) -> None:
         self._call("pause_generation", mode, clear_cache, owner, lease_s)
 
-    def resume_generation(self) -> None:
-        self._call("resume_generation")
+    def resume_generation(self, owner: str | None = None) -> None:
+        self._call("resume_generation", owner)
 
     def close(self) -> None:
         """Hang up. Repeatable; another call would connect again."""

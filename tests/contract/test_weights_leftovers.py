@@ -455,13 +455,41 @@ def test_a_pause_that_is_not_reached_leaves_the_one_before_with_its_owner_and_it
     with gate.request("runs"):
         pauses.pause("keep", True, "run-1", 30.0)
         fails(pauses.pause, "wait", True, "run-1", 30.0)
-        assert (pauses.is_paused(), pauses.owner) == (True, "run-1")
+        assert (pauses.is_paused(), pauses.owner()) == (True, "run-1")
         pauses.take_over("run-2")
         assert not pauses.is_paused()
         pauses.pause("keep", True, "run-2", 0.3)
         fails(pauses.pause, "wait", True, "run-2", 30.0)
         until(lambda: not pauses.is_paused(), "the end of the lease")
     pauses.resume()
+
+
+def test_a_pause_that_fails_after_the_one_that_was_held_has_ended_leaves_nobody_frozen() -> None:
+    gate = Gate()
+    pauses = Pauses(gate, 1.0)
+    with gate.request("runs") as request:
+        pauses.pause("keep", True, "", None)
+        waiting = threading.Thread(target=fails, args=(pauses.pause, "wait", True, "run", 30.0))
+        waiting.start()
+        until(lambda: gate._mode == "wait", "the second pause")
+        pauses.resume("")
+        waiting.join()
+        with request.step(1.0):
+            assert (pauses.is_paused(), pauses.owner()) == (False, "")
+
+
+def test_a_pause_that_waits_makes_no_freeze_wait() -> None:
+    gate = Gate()
+    pauses = Pauses(gate, 20.0)
+    with gate.request("runs") as request:
+        waiting = threading.Thread(target=fails, args=(pauses.pause, "wait", True, "", None))
+        waiting.start()
+        until(lambda: gate._mode == "wait", "the first pause")
+        pauses.pause("keep", True, "run", 30.0)
+        waiting.join()
+        pauses.resume("run")
+        with request.step(1.0), gate.request("new"):
+            assert not pauses.is_paused()
 
 
 def test_two_pauses_that_are_not_reached_leave_requests_alone() -> None:

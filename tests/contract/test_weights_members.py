@@ -410,6 +410,51 @@ def test_a_pause_of_somebody_else_outlasts_those_of_a_fleet(kind: Kind) -> None:
 
 
 @ours
+def test_a_fleet_ends_its_own_pause_beside_one_of_another_name(kind: Kind) -> None:
+    fleet = Fleet({"one": kind.member}, pause="keep", heartbeat_s=0.05)
+    trainer = trainer_of(fleet)
+    trainer.send_weights(deadline_s=SEND_S)
+    one = fleet._replicas["one"]
+    for owner in ("ops", trainer.run_id):
+        kind.member.pause_generation("keep", True, owner, 60.0)
+        assert kind.member.status().paused_by == owner
+        with one.busy:  # otherwise a look that goes on may find it ready
+            fleet.fence(one, "it did not answer")
+        fleet.wait_ready(["one"], SEND_S)
+        assert (kind.member.status().paused_by, kind.gate.is_paused()) == ("ops", True)
+    kind.member.resume_generation("ops")
+    assert not kind.gate.is_paused()
+    fleet.close()
+    trainer.shutdown()
+
+
+class OlderMember:
+    """A member of somebody else, written when `resume_generation` had no owner."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def resume_generation(self) -> None:
+        self._control.resume_generation()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+
+def test_a_member_whose_resume_takes_no_owner_is_sent_versions_and_joins_late(made: Callable[[str], Kind]) -> None:
+    first, late = made("control"), made("control")
+    fleet = Fleet({"first": OlderMember(first.control)}, pause="keep", heartbeat_s=0.05)
+    trainer = trainer_of(fleet)
+    trainer.send_weights(deadline_s=SEND_S)
+    fleet.join("late", OlderMember(late.control), wait_s=SEND_S)
+    for one in (first, late):
+        assert root(copy_of(one.module)) == expected(1)
+        assert not one.gate.is_paused()
+    fleet.close()
+    trainer.shutdown()
+
+
+@ours
 def test_a_lease_that_lapses_ends_that_pause_alone(kind: Kind) -> None:
     kind.member.pause_generation("keep")
     kind.member.pause_generation("keep", True, "run", 0.1)
@@ -428,6 +473,17 @@ def test_while_a_stronger_pause_lasts_a_weaker_one_lets_no_requests_in(kind: Kin
     kind.member.resume_generation()
     with kind.gate.request("later"):
         pass
+
+
+@ours
+def test_a_weaker_pause_that_lasts_is_as_weak_as_before_the_stronger_one(kind: Kind) -> None:
+    kind.member.pause_generation("keep")
+    kind.member.pause_generation("abort", True, "run", 60.0)
+    kind.member.resume_generation("run")
+    with kind.gate.request("queued"):
+        assert kind.gate.is_paused()
+    kind.member.resume_generation("")
+    assert not kind.gate.is_paused()
 
 
 def test_a_repeated_pause_begins_its_lease_anew(made: Callable[[str], Kind]) -> None:

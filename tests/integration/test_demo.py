@@ -52,6 +52,7 @@ from demo.tables import REPLICAS, STOP, train_partition
 from demo.view import dashboard, plain_line
 from transfer_queue.errors import ServiceUnavailable, StaleVersion
 from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.transport import registry
 
 _DEADLINE_S = 300.0  # of a run that takes seconds on a quiet machine
@@ -226,6 +227,22 @@ def test_calls_reach_a_worker_and_errors_come_back() -> None:
     end.close()
     with pytest.raises(ServiceUnavailable, match="is gone"):
         trainer.start_weight_update()
+
+
+def test_workers_are_members_of_a_fleet_also_one_that_joins_late() -> None:
+    shape = Shape(width=16, num_layers=1, num_heads=2)
+    with Replica(shape, "token") as first, Replica(shape, "token") as late:
+        callers = [Caller(one.address, "token", 10) for one in (first, late)]
+        fleet = Fleet({"first": callers[0]}, pause="keep")
+        trainer = registry.trainer("shm").trainer_init({}, client=fleet, source=ModuleSource(Policy(shape)))
+        trainer.send_weights(deadline_s=30)
+        fleet.join("late", callers[1], wait_s=30)
+        for caller in callers:
+            status = caller.status()
+            assert (status.label, status.paused) == ("1", False)
+            caller.close()
+        fleet.close()
+        trainer.shutdown()
 
 
 def test_a_replica_takes_weights_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

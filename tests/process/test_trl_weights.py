@@ -69,6 +69,45 @@ def test_a_server_has_what_the_iterator_gave_in_every_sync(server: Child) -> Non
     server.finish()
 
 
+def test_a_pause_of_somebody_else_outlasts_a_sync(server: Child) -> None:
+    model, client = new_model(), WeightSyncClient(server.line(), "token")
+    transfer = TrlTransfer(model, client)
+    transfer.init_weight_transfer()
+    client.pause_generation("keep")
+    transfer.pause()
+    transfer.send_weights(given(model))
+    transfer.resume()
+    assert asked(server)[:2] == ["1", "True"]
+    transfer.pause()
+    client.resume_generation("")
+    assert asked(server)[1] == "True"
+    transfer.resume()
+    assert asked(server)[1] == "False"
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
+class OlderClient(WeightSyncClient):
+    """Written when a resume had no owner."""
+
+    def resume_generation(self) -> None:  # type: ignore[override]
+        super().resume_generation()
+
+
+def test_a_client_whose_resume_takes_no_owner_goes_on_after_a_sync(server: Child) -> None:
+    model = new_model()
+    transfer = TrlTransfer(model, OlderClient(server.line(), "token"))
+    transfer.init_weight_transfer()
+    transfer.pause()
+    transfer.send_weights(given(model))
+    transfer.resume()
+    assert asked(server)[:2] == ["1", "False"]
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
 def test_an_iterator_that_gives_other_tensors_leaves_the_server_as_it_was(server: Child) -> None:
     model = new_model()
     transfer = TrlTransfer(model, WeightSyncClient(server.line(), "token"))

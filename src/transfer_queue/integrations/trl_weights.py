@@ -6,7 +6,7 @@ trainer = AsyncGRPOTrainer(..., weight_transfer=TrlTransfer(model, WeightSyncCli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transfer_queue.errors import NotOpen
 from transfer_queue.integrations.refit import read_along
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.clients import takes_owner
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.weights.version.sources import TensorMeta
 
@@ -42,12 +43,15 @@ class TrlTransfer:
         ]
         self._given: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._trainer: TrainerEngine | None = None
+        self._run_id = ""  # of the trainer that was there last: its are the pauses
 
     def init_weight_transfer(self) -> None:
         self._trainer = registry.trainer("tcp").trainer_init(self._init_info, client=self._client, source=self)
+        self._run_id = self._trainer.run_id
 
     def pause(self) -> None:
-        self._client.pause_generation("keep")
+        """In the name of the run: it ends once another one takes over."""
+        self._client.pause_generation("keep", **self._named(self._client.pause_generation))
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Returns when every server has committed the version."""
@@ -60,7 +64,12 @@ class TrlTransfer:
             read_along(iterator)  # after a fault the other ranks are still in its collectives
 
     def resume(self) -> None:
-        self._client.resume_generation()
+        """End that pause, and nobody else's."""
+        self._client.resume_generation(**self._named(self._client.resume_generation))
+
+    def _named(self, call: Callable[..., object]) -> dict[str, Any]:
+        """What tells the client whose pause it is, where it can be told."""
+        return {"owner": self._run_id} if self._run_id and takes_owner(call) else {}
 
     def destroy(self) -> None:
         """Leave the servers, which keep their weights. Repeatable."""

@@ -224,7 +224,7 @@ class Control:
 
     def status(self) -> ServerStatus:
         """What is live and what goes on. Never blocks."""
-        info, session = self._receiver.installed(), self._receiver.session
+        info, session, run_id = self._receiver.installed(), self._receiver.session, self._receiver.run_id
         update = None
         if session is not None:
             left_s = session.left_s()
@@ -233,7 +233,7 @@ class Control:
         return ServerStatus(
             installed=info, label="" if info.dirty else self.get_weight_version(), state=self._receiver.state,
             initialised=self._initialised, paused=self._pauses is not None and self._pauses.is_paused(),
-            paused_by="" if self._pauses is None else self._pauses.owner, run_id=self._receiver.run_id, update=update,
+            paused_by="" if self._pauses is None else self._pauses.owner(run_id), run_id=run_id, update=update,
             life=self._life, answers=self._receiver.answers,
         )  # fmt: skip
 
@@ -250,7 +250,8 @@ class Control:
         pauses.pause(mode, clear_cache, owner, lease_s)
 
     def resume_generation(self, owner: str | None = None) -> None:
-        """Generate again. With an `owner` only that one's pause ends, and the others last."""
+        """Generate again. With an `owner` only that one's pause ends, and the others last, in the strongest mode of
+        theirs."""
         self._generating().resume(owner)
 
     def is_paused(self) -> bool:

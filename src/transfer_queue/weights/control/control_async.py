@@ -62,7 +62,10 @@ class AsyncControl:
         await self._run(lambda: self.control.pause_generation(mode, clear_cache, owner, lease_s))
 
     async def resume_generation(self, owner: str | None = None) -> None:
-        self.control.resume_generation(owner)
+        if owner is None:
+            self.control.resume_generation()  # also while all threads wait for pauses
+        else:
+            await self._run(lambda: self.control.resume_generation(owner))
 
     async def is_paused(self) -> bool:
         return self.control.is_paused()

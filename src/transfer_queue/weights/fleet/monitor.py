@@ -79,7 +79,7 @@ class ReplicaMonitor:
         newest = fleet.newest()
         try:
             if one.ready:
-                fleet.admit(one, one.ask(Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
+                fleet.admit(one, one.ask(fleet.publisher, Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
                 self._catch_up(newest, infos)
             elif fleet.publisher is not None and not one.met:
@@ -97,7 +97,7 @@ class ReplicaMonitor:
     def _catch_up(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
         """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
-        found = one.ask(Deadline(fleet.call_timeout_s))
+        found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
         newest = one.share_of(newest)
         if not found.is_newest(newest):
             self._pause()
@@ -105,7 +105,7 @@ class ReplicaMonitor:
                 raise VersionGone(f"version {newest.version} cannot be had now")
             self._meet()
             self._install(newest, infos)
-            found = one.ask(Deadline(fleet.call_timeout_s))
+            found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
             if not found.is_newest(newest):
                 fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
                 return
@@ -141,4 +141,4 @@ class ReplicaMonitor:
 
     def _resume(self) -> None:
         if self._replica.paused_by_us:
-            self._replica.resume(Deadline(self._fleet.call_timeout_s))
+            self._replica.resume(self._fleet.publisher, Deadline(self._fleet.call_timeout_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transfer_queue.errors import (
@@ -20,6 +21,7 @@ from transfer_queue.errors import (
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 from transfer_queue.weights.transport.clients import Member as Member
+from transfer_queue.weights.transport.clients import takes_owner
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
@@ -83,7 +85,6 @@ class Replica:
         self.reason = "it has joined just now"
         self.left = False
         self.paused_by_us = False
-        self._pause_owner = ""  # in whose name
         self.met = False  # the trainer's transport
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
@@ -166,7 +167,7 @@ class Replica:
         self.call("init_weight_transfer_engine", info, deadline=deadline)
         publisher.reports.hear(self.name, None, "", self.silent, deadline)
         self._session = False
-        found = self.ask(deadline)
+        found = self.ask(publisher, deadline)
         self.met = True
         return found
 
@@ -184,7 +185,7 @@ class Replica:
                 relabel(self.member, UNKNOWN)
             raise
 
-    def ask(self, deadline: Deadline) -> Serving:
+    def ask(self, publisher: TrainerEngine | None, deadline: Deadline) -> Serving:
         """What it serves now."""
         try:
             status: ServerStatus = self.call("status", deadline=deadline)
@@ -192,8 +193,8 @@ class Replica:
             return self._labelled(self.call("get_weight_version", deadline=deadline))
         self.answers = status.answers
         if status.installed is not None:
-            self.paused_by_us = bool(status.paused_by)  # also by a life of our trainer before, of the same name
-            self._pause_owner = status.paused_by
+            # also by a life of our trainer before, of the same name
+            self.paused_by_us = publisher is not None and status.paused_by == publisher.run_id
         return Serving.of(status) if status.installed is not None else self._labelled(status.label)
 
     def _labelled(self, label: str) -> Serving:
@@ -205,14 +206,19 @@ class Replica:
         self, publisher: TrainerEngine | None, mode: Mode, clear_cache: bool, lease_s: float, deadline: Deadline
     ) -> None:
         """In our name: it ends with the lease, or once another run takes over."""
-        self._pause_owner = publisher.run_id if publisher is not None else ""
-        self.call("pause_generation", mode, clear_cache, self._pause_owner, lease_s, deadline=deadline)
+        run_id = publisher.run_id if publisher is not None else ""
+        self.call("pause_generation", mode, clear_cache, run_id, lease_s, deadline=deadline)
         self.paused_by_us = True
 
-    def resume(self, deadline: Deadline) -> None:
-        """End that pause, and nobody else's."""
-        self.call("resume_generation", self._pause_owner, deadline=deadline)
+    def resume(self, publisher: TrainerEngine | None, deadline: Deadline) -> None:
+        """End that pause, and nobody else's where the member can say whose."""
+        run_id = publisher.run_id if publisher is not None else ""
+        self.call("resume_generation", *([run_id] if self._resumes_one else []), deadline=deadline)
         self.paused_by_us = False
+
+    @cached_property
+    def _resumes_one(self) -> bool:
+        return takes_owner(self.member.resume_generation)
 
     def call_off(self, deadline: Deadline) -> None:
         """End the update that is open there, if it is ours. vLLM's session ends with a finish only, after an abort ours

@@ -113,10 +113,10 @@ class Round:
             except TransferQueueError:
                 if pause.fence is None and one.paused_by_us:
                     with suppress(TransferQueueError):
-                        one.resume(Deadline(SLACK_S))
+                        one.resume(self._publisher, Deadline(SLACK_S))
                 raise
             if one.paused_by_us:
-                one.resume(deadline)
+                one.resume(self._publisher, deadline)
             pause.resumed()
 
         self._each(self.prepared, commit, Deadline(min(self._call_timeout_s, left_s) + SLACK_S), "committing at")

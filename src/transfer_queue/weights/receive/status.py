@@ -24,8 +24,8 @@ class OpenUpdate(msgspec.Struct, frozen=True):
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`installed` None: the server only has labels (vLLM). `label` is "" while the weights are a mixture. `run_id`: the
     trainer that was introduced last. `life`: another one each time the server is started ("": not known).
-    `paused_by`: the run that a pause was made for; "" for somebody else's. `answers`: whether it has a model that
-    answers requests; an archive has none."""
+    `paused_by`: the run that a pause was made for, of several the one of `run_id`; "" for somebody else's. `answers`:
+    whether it has a model that answers requests; an archive has none."""
 
     label: str
     installed: VersionInfo | None = None

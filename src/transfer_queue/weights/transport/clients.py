@@ -8,7 +8,9 @@ Client    vLLM's four calls, to every receiver: all that a trainer needs
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from transfer_queue.errors import TransferQueueError
@@ -83,6 +85,16 @@ class Member(Client, Protocol):
         that knows neither ignores both (vLLM)."""
 
     def resume_generation(self, owner: str | None = None) -> object:
-        """End the pause of that owner (None: all). A server that knows no owners goes on."""
+        """End the pause of that owner (None: all). A server that knows no owners goes on. A member whose method has no
+        `owner` is called without it: see `takes_owner`."""
 
     def abort_weight_update(self) -> object: ...
+
+
+def takes_owner(method: Callable[..., object]) -> bool:
+    """Whether this method of a member has a parameter `owner`. `resume_generation` had none in earlier releases, and
+    members were written for those."""
+    try:
+        return "owner" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # it has no signature that can be looked at
+        return False
