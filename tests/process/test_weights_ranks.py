@@ -138,6 +138,17 @@ def test_all_ranks_publish(site: Site) -> None:
     assert site.has(7)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_all_ranks_hear_at_once_of_one_that_gets_no_thread_for_what_it_published(site: Site, rank: int) -> None:
+    ranks = site.ranks()
+    ranks.tell("starve", [rank])
+    found = ranks.send(60, how="publish")
+    assert all(one["took_s"] < 30 for one in found)
+    assert all("can't start new thread" in found[one]["text"] for one in (0, rank))
+    assert not any("error" in one for one in ranks.send(how="publish"))
+    assert site.has(0)
+
+
 def test_ranks_that_gather_full_tensors_give_what_is_dealt_to_them(site: Site) -> None:
     """As a source of vLLM's does it: all of them read all tensors, or those that read on would wait for ever."""
     ranks = site.ranks("fsdp_tp", gathers=True)
