@@ -37,10 +37,9 @@ from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address
-from transfer_queue.wire.blocking import at_most
+from transfer_queue.wire.blocking import SLOWEST, at_most
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
-SLOWEST = 20e6
 REACH_S = 1.0  # of one of several addresses
 MAX_FAULTS = 3  # of one peer in one fetch
 REST_S = 0.2  # after a peer had no room for one more connection
