@@ -10,7 +10,7 @@ import pytest
 import torch
 from weights import Net, copy_of, same
 
-from transfer_queue.errors import DeadlineExceeded, StaleVersion
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion
 from transfer_queue.weights import InPlace, ModuleSource, Receiver
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.ticket import PublishTicket
@@ -167,6 +167,18 @@ def test_what_is_still_on_its_way_has_no_result_yet(site: Site) -> None:
     ticket = site.trainer.publish(deadline_s=30)
     with pytest.raises(DeadlineExceeded, match="still on its way"):
         ticket.result(0.01)
+    site.client.open.set()
+    assert ticket.result(30).version == 1
+
+
+def test_a_time_that_is_over_is_no_fault_and_one_without_end_is_refused_by_type(site: Site) -> None:
+    ticket = site.trainer.publish(deadline_s=30)
+    assert not ticket.wait(-0.001)
+    with pytest.raises(DeadlineExceeded, match="still on its way"):
+        ticket.result(-0.001)
+    for endless in (10**400, 10**5000, float("inf"), float("nan"), None):
+        with pytest.raises(InvalidInput, match="11 days"):
+            ticket.wait(endless)
     site.client.open.set()
     assert ticket.result(30).version == 1
 
