@@ -282,16 +282,17 @@ def test_ranks_meet_over_nccl(child: Callable[[str], Child]) -> None:
     one = child("""
         import torch, torch.distributed as dist
         from transfer_queue.bridge.ranks import _broadcast
-        from transfer_queue.weights.transport.ranks import MeetingPlace, meeting_place
+        from transfer_queue.weights.transport.deadline import Deadline
+        from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace, _broadcast as brought
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        found = meeting_place(MeetingPlace("10.0.0.1:80", "secret"), 20.0)
-        print(found.address, found.token, flush=True)
+        GroupMeeting(0, 1).tell(MeetingPlace("10.0.0.1:80", "secret"), Deadline(20.0))
+        print(brought("what a torch without a store tells"), flush=True)
         print(_broadcast(torch.arange(3), None).tolist(), flush=True)
         dist.destroy_process_group()
         print("left", flush=True)
     """)
-    assert [one.line() for _ in range(3)] == ["10.0.0.1:80 secret", "[0, 1, 2]", "left"]
+    assert [one.line() for _ in range(3)] == ["what a torch without a store tells", "[0, 1, 2]", "left"]
 
 
 def test_memory_of_the_gpu_is_lent_two_hundred_times(site: Start, gpu: torch.device) -> None:

@@ -134,6 +134,16 @@ def test_a_version_that_was_given_up_while_somebody_read_it_may_be_sent_again(
     assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
 
 
+def test_a_version_that_another_thread_gives_up_while_leftovers_are_removed_is_removed_later(disk: Setup) -> None:
+    adds = disk.trainer._withdrawn.append  # as a ticket's thread has it in hand
+    disk.trainer._clean()
+    left = disk.folder / "tmp-left"
+    left.mkdir()
+    adds(left)
+    disk.send(1)
+    assert not left.exists()
+
+
 def test_what_a_dead_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".tmp-dead", tmp_path / ".tmp-alive"
     for folder in (dead, alive):

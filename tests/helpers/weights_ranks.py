@@ -5,7 +5,7 @@
 Then each line is a command: `send SECONDS` and `publish SECONDS` print the report or the error, `train SEED` changes
 the weights, `nudge N` one element of them (`nudged`), `drift` those of this rank alone, `hang STEP` and `die STEP` stop
 it in that step of the next update. `last SECONDS` sends, and leaves at once. `number N` is the version that is sent
-next, `widen` gives this rank a model with other shapes.
+next, `widen` gives this rank a model with other shapes, `starve` no thread for what it publishes next.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -160,6 +161,8 @@ def run(rank: int) -> None:
             number = int(how)
         elif what == "widen":
             trainer._source = ModuleSource(Model(12))
+        elif what == "starve":
+            refuse_a_thread()
         elif what in ("hang", "die"):
             stop_in(trainer, how, signal.SIGSTOP if what == "hang" else signal.SIGKILL)
         elif what == "last":
@@ -181,9 +184,22 @@ def send(trainer: Any, deadline_s: float, number: int | None, publishes: bool) -
             report = trainer.publish(number, deadline_s=deadline_s).result(60)
         else:
             report = trainer.send_weights(number, deadline_s=deadline_s)
-    except TransferQueueError as error:
+    except (TransferQueueError, RuntimeError) as error:
         return {"error": type(error).__name__, "text": str(error), "took_s": time.monotonic() - start}
     return {"version": report.version, "root": report.root, "nbytes": report.nbytes, "kind": report.kind}
+
+
+def refuse_a_thread() -> None:
+    """The next version that is published here gets none."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tq-weights-publish":
+            threading.Thread.start = start
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refused
 
 
 def stop_in(trainer: Any, step: str, number: int) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from weights import Net, copy_of, same
 
-from transfer_queue.errors import DeadlineExceeded, StaleVersion
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion
 from transfer_queue.weights import InPlace, ModuleSource, Receiver
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport.ticket import PublishTicket
 
 ENGINES = ["tcp", "shm", "disk"]
 
@@ -168,6 +169,60 @@ def test_what_is_still_on_its_way_has_no_result_yet(site: Site) -> None:
         ticket.result(0.01)
     site.client.open.set()
     assert ticket.result(30).version == 1
+
+
+def test_a_time_that_is_over_is_no_fault_and_one_without_end_is_refused_by_type(site: Site) -> None:
+    ticket = site.trainer.publish(deadline_s=30)
+    assert not ticket.wait(-0.001)
+    with pytest.raises(DeadlineExceeded, match="still on its way"):
+        ticket.result(-0.001)
+    for endless in (10**400, 10**5000, float("inf"), float("nan"), None):
+        with pytest.raises(InvalidInput, match="11 days"):
+            ticket.wait(endless)
+    site.client.open.set()
+    assert ticket.result(30).version == 1
+
+
+def test_no_other_thread_packs_before_what_was_packed_is_known(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that published at once left three versions, and one of their tickets was nobody's."""
+    start, packs = PublishTicket.start, []
+
+    def watched(ticket: PublishTicket, function: Any) -> PublishTicket:
+        packs.append(site.trainer._packing.locked() and site.trainer._turns._tickets[-1] is ticket)
+        return start(ticket, function)
+
+    monkeypatch.setattr(PublishTicket, "start", watched)
+    site.client.open.set()
+    assert site.trainer.publish(deadline_s=30).result(30).version == 1
+    assert packs == [True]
+
+
+@pytest.mark.parametrize("anchor_every", [1, 4])
+def test_a_version_whose_thread_could_not_begin_keeps_no_memory_and_no_later_one_waiting(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, anchor_every: int
+) -> None:
+    site = Site("tcp", tmp_path, anchor_every=anchor_every)
+    site.client.open.set()
+    site.train(1)
+    site.trainer.send_weights(deadline_s=30)
+    before, start = site.num_packed(), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tq-weights-publish":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    newest = site.nudge(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            site.trainer.publish(deadline_s=30)
+    assert site.num_packed() == before
+    site.trainer.send_weights(deadline_s=30)
+    assert same(copy_of(site.served), newest)
+    assert site.trainer.publish(deadline_s=30).result(30).version == 4
+    site.trainer.shutdown()
+    site.engine.shutdown()
 
 
 def test_shutdown_waits_for_what_is_on_its_way(site: Site) -> None:

@@ -138,6 +138,17 @@ def test_all_ranks_publish(site: Site) -> None:
     assert site.has(7)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_all_ranks_hear_at_once_of_one_that_gets_no_thread_for_what_it_published(site: Site, rank: int) -> None:
+    ranks = site.ranks()
+    ranks.tell("starve", [rank])
+    found = ranks.send(60, how="publish")
+    assert all(one["took_s"] < 30 for one in found)
+    assert all("can't start new thread" in found[one]["text"] for one in (0, rank))
+    assert not any("error" in one for one in ranks.send(how="publish"))
+    assert site.has(0)
+
+
 def test_ranks_that_gather_full_tensors_give_what_is_dealt_to_them(site: Site) -> None:
     """As a source of vLLM's does it: all of them read all tensors, or those that read on would wait for ever."""
     ranks = site.ranks("fsdp_tp", gathers=True)
@@ -350,8 +361,8 @@ def test_ranks_meet_at_an_address_that_they_are_given(site: Site, child: Callabl
     assert live.weight[:, 0].tolist() == [0, 0, 1, 1]
 
 
-def meeting(child: Callable[[str], Child], timeout_s: float) -> list[Child]:
-    """Two ranks of a process group: at each line they meet, rank 0 without a client."""
+def meeting(child: Callable[[str], Child], *, has_store: bool = True) -> list[Child]:
+    """Two ranks of a process group. `meet SECONDS`: they meet, rank 0 with a client; `alone`: without one; `reduce`."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     code = """
@@ -359,36 +370,78 @@ def meeting(child: Callable[[str], Child], timeout_s: float) -> list[Child]:
         import torch.distributed as dist
         from transfer_queue.weights import StateDictSource
         from transfer_queue.weights.transport import registry
+
+        class Nobody:
+            def init_weight_transfer_engine(self, info):
+                pass
+
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
         dist.init_process_group("gloo", rank={rank}, world_size=2)
+        if not {has_store}:
+            del dist.distributed_c10d._get_default_store
+        source, met = StateDictSource({{}}), []
         print("ready", flush=True)
         for line in sys.stdin:
-            info = {{"rank": {rank}, "world": 2, "timeout_s": {timeout_s}}}
+            what, _, timeout_s = line.strip().partition(" ")
+            info = {{"rank": {rank}, "world": 2, "timeout_s": float(timeout_s or 60)}}
             try:
-                registry.trainer("tcp").trainer_init(info, client=None, source=StateDictSource({{}}))
+                if what == "reduce":
+                    total = torch.tensor([{rank} + 1.0])
+                    dist.all_reduce(total)
+                    print(total.item(), flush=True)
+                    continue
+                client = None if what == "alone" or {rank} else Nobody()
+                met.append(registry.trainer("tcp").trainer_init(info, client=client, source=source))
+                print("met", flush=True)
             except Exception as error:
                 print(type(error).__name__, error, flush=True)
-        os._exit(0)  # a broadcast that was given up may go on for as long as the group does
+        for one in met:
+            one.shutdown()
+        dist.destroy_process_group()
     """
-    ranks = [child(code.format(rank=rank, port=port, timeout_s=timeout_s)) for rank in range(2)]
+    ranks = [child(code.format(rank=rank, port=port, has_store=has_store)) for rank in range(2)]
     assert [one.line() for one in ranks] == ["ready"] * 2
     return ranks
 
 
-def test_what_keeps_rank_0_from_meeting_is_raised_by_all_ranks(child: Callable[[str], Child]) -> None:
-    ranks = meeting(child, 60)
+def said(ranks: list[Child], text: str) -> list[str]:
+    for one in ranks:
+        one.say(text)
+    return [one.line() for one in ranks]
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_what_keeps_rank_0_from_meeting_is_raised_by_all_ranks(child: Callable[[str], Child], has_store: bool) -> None:
+    ranks = meeting(child, has_store=has_store)
     for _ in range(2):
-        for one in ranks:
-            one.say("meet")
-        assert ranks[0].line() == "InvalidInput rank 0 needs a client for the receivers"
-        assert ranks[1].line() == "InvalidInput rank 0: rank 0 needs a client for the receivers"
+        assert said(ranks, "alone") == [
+            "InvalidInput rank 0 needs a client for the receivers",
+            "InvalidInput rank 0: rank 0 needs a client for the receivers",
+        ]
+    assert said(ranks, "meet 60") == ["met", "met"]
+    assert said(ranks, "reduce") == ["3.0", "3.0"]
     assert [one.finish() for one in ranks] == ["", ""]
 
 
-def test_a_rank_waits_for_rank_0_until_its_time_is_over(child: Callable[[str], Child]) -> None:
-    ranks = meeting(child, 0.5)
-    ranks[1].say("meet")
-    assert ranks[1].line().startswith("DeadlineExceeded the ranks did not all come to meet")
+def test_a_rank_that_did_not_wait_for_rank_0_leaves_the_group_as_it_was_and_meets_it_at_its_next_call(
+    child: Callable[[str], Child],
+) -> None:
+    ranks = meeting(child)
+    assert said(ranks[1:], "meet 0.2")[0].startswith("DeadlineExceeded")
+    assert said(ranks, "meet 60") == ["met", "met"]
+    assert said(ranks, "reduce") == ["3.0", "3.0"]
+    assert [one.finish() for one in ranks] == ["", ""]
+
+
+def test_a_rank_that_comes_when_rank_0_has_given_up_is_told_so_and_both_meet_at_their_next_calls(
+    child: Callable[[str], Child],
+) -> None:
+    ranks = meeting(child)
+    late = "rank 1 did not come to `trainer_init` in time: `timeout_s` has to cover the slowest rank"
+    assert said(ranks[:1], "meet 0.5") == [f"DeadlineExceeded {late}"]
+    assert said(ranks[1:], "meet 60") == [f"DeadlineExceeded rank 0: {late}"]
+    assert said(ranks, "meet 60") == ["met", "met"]
+    assert said(ranks, "reduce") == ["3.0", "3.0"]
     assert [one.finish() for one in ranks] == ["", ""]
 
 

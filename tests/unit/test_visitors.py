@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -72,6 +73,18 @@ def test_strangers_who_say_nothing_keep_nobody_out_and_the_oldest_has_to_leave(p
     assert strangers[0].recv(1) == b""
     place.peer()
     assert place.peer().stream.is_lost is False
+
+
+def test_strangers_have_half_of_the_descriptors_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4096))
+    place = Place()
+    monkeypatch.undo()
+    try:
+        strangers = [place.idle() for _ in range(3)]
+        strangers[0].settimeout(3)  # before its time to say hello is over
+        assert strangers[0].recv(1) == b""
+    finally:
+        place.close()
 
 
 def test_who_has_the_token_is_told_that_there_is_no_room(place: Place) -> None:

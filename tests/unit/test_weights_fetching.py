@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import until
 
-from transfer_queue.errors import DigestMismatch, ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, DigestMismatch, ServiceUnavailable, TooManyConnections
 from transfer_queue.weights import StateDictSource, digests, plan, seal
 from transfer_queue.weights.transport import fetching
 from transfer_queue.weights.transport.deadline import Deadline
@@ -60,3 +61,67 @@ def test_a_fetch_says_what_ended_it_and_not_what_its_end_did_to_other_connection
     sources = [Source(Address("", host="there", port=1))] * 2
     with pytest.raises(DigestMismatch):
         fetch(manifest, [0, 1], sources, lambda *_, **more: None, Deadline(30))
+
+
+class Crowded:
+    """A peer with room for one connection, once `num_before` were refused."""
+
+    num_before = num_refused = 0
+    inside: list[Crowded] = []  # noqa: RUF012 a test replaces it
+    lock = threading.Lock()
+    wait: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *_: Any) -> None:
+        with self.lock:
+            if Crowded.num_refused < self.num_before or self.inside:
+                Crowded.num_refused += 1
+                raise TooManyConnections("1 connections, as many as it may")
+            self.inside.append(self)
+
+    def ask(self, *_: Any) -> bytes:
+        Crowded.wait()
+        return bytes(16)
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None:
+        self.inside.remove(self)
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> type[Crowded]:
+    monkeypatch.setattr(fetching, "Peer", Crowded)
+    monkeypatch.setattr(Crowded, "inside", [])
+    monkeypatch.setattr(Crowded, "num_refused", 0)
+    return Crowded
+
+
+def fetched(num_streams: int, deadline_s: float) -> list[int]:
+    manifest = seal(plan(SOURCE.specs(), 16), digests(SOURCE), version=1, epoch="e")
+    sources, found = [Source(Address("", host="there", port=1))] * num_streams, []
+    fetch(manifest, [0, 1], sources, lambda index, *_, **more: found.append(index), Deadline(deadline_s))
+    return sorted(found)
+
+
+def test_a_stream_that_is_refused_leaves_the_work_to_the_other_one(
+    crowded: type[Crowded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def until_the_other_has_left_or_tried_thrice() -> None:
+        until(lambda: crowded.num_refused == 3 or (crowded.num_refused and num_fetching() == 1), "a refusal", 20)
+
+    monkeypatch.setattr(crowded, "wait", staticmethod(until_the_other_has_left_or_tried_thrice))
+    assert fetched(2, 30) == [0, 1]
+
+
+def test_the_only_stream_waits_for_room(crowded: type[Crowded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowded, "num_before", 5)
+    assert fetched(1, 30) == [0, 1]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_where_no_room_is_made_the_deadline_says_why(
+    crowded: type[Crowded], monkeypatch: pytest.MonkeyPatch, num_streams: int
+) -> None:
+    monkeypatch.setattr(crowded, "num_before", 1000)
+    with pytest.raises(DeadlineExceeded, match="as many as it may"):
+        fetched(num_streams, 0.5)

@@ -55,7 +55,6 @@ TIMEOUT_S = 600.0
 BUCKET_NBYTES = 64 << 20  # at most: tensors wait for their bucket where the trainer's rank has them
 NUM_STREAMS = 2
 MEET_S = 30.0
-MAX_PEERS = 4096  # a worker has one connection, and one for each stream while it fetches
 REPORT_S = 2.0  # of telling the sender of a fault
 PACKED, DECIDED = "packed", ""  # what workers ask for: the version as soon as it is there, and once all have it
 Named = tuple[str, torch.Tensor]
@@ -143,7 +142,7 @@ class Sender:
         self._offer = Offer()
         with system_faults():
             listening, self.address = listen_tcp(host or advertised("0.0.0.0"), 0)
-        self._server = WeightServer(listening, self.token, self._offer, max_peers=MAX_PEERS)
+        self._server = WeightServer(listening, self.token, self._offer)
 
     async def send(self, weights: Iterable[Named], version: int, num_workers: int, timeout_s: float) -> RefitReport:
         """Read the tensors once, in this thread, to the end; return once all workers have verified them, and may load.

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeAlias
 
+import numpy as np
+
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire.address import TIMEVAL, Address, timeval
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame, unsendable
@@ -21,6 +23,7 @@ MAX_IN_VAIN, LOOK_AGAIN = 4, 16
 MIN_WAIT_S = 0.001
 FD_SPACE = socket.CMSG_SPACE(4)
 NO_LIMIT = bytes(TIMEVAL.size)
+MESSAGE_S, SLOWEST = 60.0, 20e6  # a message that has begun takes so long at most, and by its payload at this rate
 Into: TypeAlias = Callable[[int], memoryview]
 
 
@@ -92,7 +95,8 @@ class FrameSocket(Generic[M]):
         self.socket.settimeout(None)
 
     def receive(self, timeout_s: float | None, into: Into | None = None, what: str = "waiting") -> tuple[M, memoryview]:
-        """The next message with its payload, after at most `timeout_s` (None: however long).
+        """The next message with its payload, after at most `timeout_s`. None: however long it takes to begin, from then
+        on as long as its payload may take (`MESSAGE_S`, `SLOWEST`).
 
         `into(nbytes)` gives or refuses the memory of a payload; without it every payload is refused (`ProtocolError`).
         `what` was asked: for the error.
@@ -100,6 +104,9 @@ class FrameSocket(Generic[M]):
         if self._found:
             return self._found.popleft()
         self._into = into
+        is_patient = timeout_s is None
+        if is_patient:
+            timeout_s = self._patience()
         self._limit(timeout_s)
         started = time.monotonic()
         nbytes = self._spin(started + self.spin_s) if self.spin_s else None
@@ -111,10 +118,21 @@ class FrameSocket(Generic[M]):
             self._found.extend(self.reader.advance(nbytes))
             if self._found:
                 self._into = None  # it may hold what it gave
+                if is_patient:
+                    self._limit(None)
                 return self._found.popleft()
+            if is_patient:
+                if timeout_s is None:  # it began
+                    started, waited_s = started + waited_s, 0.0
+                timeout_s = self._patience()
             if timeout_s is not None:
                 self._limit(max(MIN_WAIT_S, timeout_s - waited_s))
             nbytes = None
+
+    def _patience(self) -> float | None:
+        """How long the rest of a message may take that nobody asked for; None before it began."""
+        announced = self.reader.announced
+        return None if announced is None else MESSAGE_S + announced / SLOWEST
 
     def _limit(self, timeout_s: float | None) -> None:
         """Let no call of the system take longer."""
@@ -203,12 +221,12 @@ def dial(address: Address, timeout_s: float, what: str) -> socket.socket:
 
 
 def at_most(limit: int) -> Into:
-    """For payloads of at most `limit` bytes, into memory of their own."""
+    """For payloads of at most `limit` bytes, into memory of their own, which the system gives as they come."""
 
     def into(nbytes: int) -> memoryview:
         if nbytes > limit:
             raise ProtocolError(f"a payload of {nbytes} bytes, at most {limit}")
-        return memoryview(bytearray(nbytes))
+        return np.empty(nbytes, np.uint8).data
 
     return into
 

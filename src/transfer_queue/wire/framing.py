@@ -68,6 +68,13 @@ class FrameReader(Generic[M]):
         self._payload = memoryview(b"")
         self._filled = 0
 
+    @property
+    def announced(self) -> int | None:
+        """How long the payload of the unfinished frame is, as far as it says so; None between two frames."""
+        if self._message is not None:
+            return len(self._payload)
+        return 0 if self._rest else None
+
     def buffer(self) -> memoryview:
         """Where the next bytes of the stream go; never empty."""
         if self._message is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -17,8 +18,9 @@ class Visitors:
     """`serve` is called for each connection, with the address that it came from and `enter`, and closes it.
 
     It calls `enter` once it knows who that is: `most` may have entered at a time, whoever comes besides gets
-    `TooManyConnections` from it. Of the strangers who have not entered the latest `most` stay; the connections of those
-    before are shut, so that nobody who only stays keeps others out. Owns `listening`."""
+    `TooManyConnections` from it. Of the strangers who have not entered the latest `most` stay, or as many as half of
+    the process's descriptors; the connections of those before are shut, so that nobody who only stays keeps others out.
+    Owns `listening`."""
 
     def __init__(
         self,
@@ -29,6 +31,8 @@ class Visitors:
     ) -> None:
         """`name`: of the threads."""
         self._listening, self._serve, self._name, self._most = listening, serve, name, most
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most_strangers = most if limit == resource.RLIM_INFINITY else min(most, limit // 2)
         self._lock = threading.Lock()
         self._here: dict[threading.Thread, socket.socket] = {}
         self._strangers: dict[threading.Thread, None] = {}  # in order of arrival
@@ -69,7 +73,7 @@ class Visitors:
             if self._closed.is_set():
                 sock.close()
                 return
-            if len(self._strangers) >= self._most:
+            if len(self._strangers) >= self._most_strangers:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 _shut(self._here[oldest])

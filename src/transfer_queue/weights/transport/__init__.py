@@ -4,6 +4,7 @@ registry        engines by name; other packages bring more
 trainer         makes versions and leads receivers through the update
 ticket          a version that was published and is on its way
 ranks           the ranks of one trainer: what each brings to rank 0, and is told
+group_meeting   how they find rank 0 over torch's process group
 holder          a rank that does not lead: packs what it holds, and gives it
 wants           which parts of the tensors receivers need
 pending         a version that is about to be sent, and what is reported of one that was

@@ -18,9 +18,12 @@ MOST_S = 1e6  # poll(2) counts milliseconds in 31 bits
 
 def checked_s(timeout_s: Any, least_s: float = -MOST_S) -> float:
     """A time in seconds that somebody gave; `InvalidInput` for what locks, threads and sockets could not wait for."""
-    if isinstance(timeout_s, Real) and least_s <= float(timeout_s) <= MOST_S:
+    is_number: bool = isinstance(timeout_s, Real)
+    if is_number and least_s <= timeout_s <= MOST_S:  # as it is: no float has any integer
         return float(timeout_s)
-    raise InvalidInput(f"a time of {timeout_s!r} s: give a number of seconds, {MOST_S:.0f} (11 days) at most")
+    is_endless = isinstance(timeout_s, int) and abs(timeout_s) > 10**18  # Python does not spell any integer
+    found = "such a time" if is_endless else f"a time of {timeout_s!r} s"
+    raise InvalidInput(f"{found}: give a number of seconds from {max(0.0, least_s):.0f} to {MOST_S:.0f} (11 days)")
 
 
 class Deadline:

@@ -135,7 +135,7 @@ class DiskTrainer(TrainerEngine):
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
-        self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen
+        self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
@@ -176,13 +176,14 @@ class DiskTrainer(TrainerEngine):
         retain(final.parent, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        self._withdrawn += withdraw_version(self.folder_of(manifest.version, label_of(manifest)))
+        self._withdrawn.extend(withdraw_version(self.folder_of(manifest.version, label_of(manifest))))
 
     def _clean(self) -> None:
         """Remove what was withdrawn, as far as nobody reads it any more."""
-        for folder in self._withdrawn:
+        for folder in list(self._withdrawn):
             remove_version(folder)
-        self._withdrawn = [folder for folder in self._withdrawn if folder.exists()]
+            if not folder.exists():
+                self._withdrawn.remove(folder)
 
     def _write(self, draft: PendingVersion, folder: Path, deadline: Deadline) -> Manifest:
         source = Aligned(draft.source)

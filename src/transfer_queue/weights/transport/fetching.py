@@ -20,6 +20,7 @@ from transfer_queue.errors import (
     NotOpen,
     ProtocolError,
     ServiceUnavailable,
+    TooManyConnections,
     TransferQueueError,
     WrongEpoch,
     kept,
@@ -36,12 +37,12 @@ from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address
-from transfer_queue.wire.blocking import at_most
+from transfer_queue.wire.blocking import SLOWEST, at_most
 
 STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
-SLOWEST = 20e6
 REACH_S = 1.0  # of one of several addresses
 MAX_FAULTS = 3  # of one peer in one fetch
+REST_S = 0.2  # after a peer had no room for one more connection
 
 
 class Source(NamedTuple):
@@ -286,6 +287,7 @@ class _Work(Transfers):
         self._sources = sources
         self._todo = list(wanted)
         self._faults: Counter[Address] = Counter()
+        self._linked: Counter[Address] = Counter()  # connections that are open
         self.num_left = len(wanted)
 
     def run(self, source: Source) -> None:
@@ -303,15 +305,47 @@ class _Work(Transfers):
         try:
             while (index := self._take(source)) is not None:
                 try:
-                    peer = peer or self._met(source.address)
+                    peer = peer or self._linked_to(source.address)
                     self._bring(peer, index)
                     self._came()
+                except TooManyConnections as error:
+                    if not self._rested(source.address, index, error):
+                        return
                 except (TransferQueueError, OSError) as error:
-                    self._leave(peer)
+                    self._unlink(source.address, peer)
                     peer = None
                     self._failed(source.address, index, error)
         finally:
-            self._leave(peer)
+            self._unlink(source.address, peer)
+
+    def _linked_to(self, address: Address) -> Peer:
+        peer = self._met(address)
+        with self._changed:
+            self._linked[address] += 1
+        return peer
+
+    def _unlink(self, address: Address, peer: Peer | None) -> None:
+        if peer is not None:
+            with self._changed:
+                self._linked[address] -= 1
+        self._leave(peer)
+
+    def _rested(self, address: Address, index: int, error: TooManyConnections) -> bool:
+        """There is no room there for this connection: others to it go on without it, the only one waits for some."""
+        with self._changed:
+            self._todo.append(index)
+            self._changed.notify_all()
+            if self._linked[address]:
+                return False
+            try:
+                is_over = self._deadline.left() <= REST_S
+            except DeadlineExceeded:
+                is_over = True
+            if is_over:
+                self.stopped = self.stopped or DeadlineExceeded(f"the update did not end before its deadline: {error}")
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self.stopped is not None or not self.num_left, REST_S)
+            return True
 
     def _take(self, source: Source) -> int | None:
         """A bucket to fetch; waits while others fetch the last ones, which may fail."""

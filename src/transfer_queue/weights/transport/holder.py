@@ -147,7 +147,13 @@ class Holder:
         with self._busy:
             self._settle(deadline)
             draft = self._pack(version, deadline, full=False)
-            self._ticket = PublishTicket(draft.version).start(lambda: self._serve(draft, deadline))
+            ticket = PublishTicket(draft.version)
+            try:
+                self._ticket = ticket.start(lambda: self._serve(draft, deadline))
+            except RuntimeError as error:  # no thread is to be had, and the others are waiting
+                self.store.withdraw(draft.sealed.key)
+                self._tell(draft.turn, as_typed(error), deadline)
+                raise
             return self._ticket
 
     def _settle(self, deadline: Deadline) -> None:

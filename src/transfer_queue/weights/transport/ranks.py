@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 import msgspec
-import torch
 
 from transfer_queue.errors import (
     Aborted,
@@ -45,7 +42,6 @@ from transfer_queue.wire.blocking import at_most
 MAX_NBYTES = 1 << 30  # of a table, or a plan
 GIVE_WHOLE = b""  # in place of a report
 LEFT = "rank 0 has left"
-MAX_PLACE_NBYTES = 32 << 10  # the text of a fault, which JSON spells longer
 BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
 
 
@@ -90,15 +86,6 @@ class RankFault(msgspec.Struct, frozen=True):
     @staticmethod
     def of(error: TransferQueueError) -> RankFault:
         return RankFault(error.code, cut_text(str(error)))
-
-
-@decodable
-class MeetingPlace(msgspec.Struct, frozen=True):
-    """Where the other ranks find rank 0, or why they do not."""
-
-    address: str = ""
-    token: str = ""
-    fault: RankFault | None = None
 
 
 class _Brought:
@@ -294,38 +281,3 @@ class RankLink:
         if self._peer is not None:
             self._peer.close()
             self._peer = None
-
-
-def check_group(rank: int, world: int) -> None:
-    """`InvalidInput` when this is not `rank` of a process group of `world` ranks, over which they could meet."""
-    group = torch.distributed
-    if not (group.is_available() and group.is_initialized() and group.get_world_size() == world):
-        raise InvalidInput(f"no process group of {world} ranks: give `meet`, the address of rank 0, and a `token`")
-    if group.get_rank() != rank:
-        raise InvalidInput(f"rank {rank} is rank {group.get_rank()} of the process group")
-
-
-def meeting_place(place: MeetingPlace, timeout_s: float) -> MeetingPlace:
-    """What rank 0 gives, on every rank, over torch's process group. Blocks until all have called it.
-
-    Raises the fault of rank 0; `DeadlineExceeded` when somebody did not call it in time, `ServiceUnavailable` when
-    somebody is gone.
-    """
-    group, begun = torch.distributed, time.monotonic()
-    device = "cpu" if group.get_backend() in ("gloo", "mpi") else torch.accelerator.current_accelerator() or "cpu"
-    text = msgspec.json.encode(place)
-    if len(text) > MAX_PLACE_NBYTES:
-        raise InvalidInput(f"an address and a token of {len(text)} bytes")
-    told = torch.zeros(MAX_PLACE_NBYTES, dtype=torch.uint8)
-    told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    told = told.to(device)
-    try:
-        group.broadcast(told, 0, async_op=True).wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # torch's own, of any kind of group
-        if time.monotonic() - begun < timeout_s:
-            raise ServiceUnavailable(f"the ranks could not meet over torch's process group: {error}") from error
-        raise DeadlineExceeded(f"the ranks did not all come to meet within {timeout_s:g} s") from None
-    found = msgspec.json.decode(told.cpu().numpy().tobytes().rstrip(b"\0"), type=MeetingPlace)
-    if found.fault is not None:
-        raise error_from_code(found.fault.code, f"rank 0: {found.fault.text}")
-    return found

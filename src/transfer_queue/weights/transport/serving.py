@@ -30,7 +30,7 @@ from transfer_queue.wire.visitors import Visitors
 log = logging.getLogger("transfer_queue.weights")
 HELLO_TIMEOUT_S = 5.0
 SEND_TIMEOUT_S = 60.0  # for a message or a bucket, to a peer that reads slowly
-MAX_PEERS = 512
+MAX_PEERS = 4096  # a receiver has one connection that lasts, and one for each stream while it fetches
 MAX_OUTCOMES = 4096
 MAX_LIST_NBYTES = 16 << 20  # of the buckets that a receiver lacks
 

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from transfer_queue.errors import Aborted, DigestMismatch, InvalidInput, TransferQueueError
+from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline, checked_s
-from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.faults import system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
+from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
 from transfer_queue.weights.transport.peers import Sharing
@@ -33,14 +33,10 @@ from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncR
 from transfer_queue.weights.transport.ranks import (
     BEYOND_S,
     GIVE_WHOLE,
-    MeetingPlace,
     Planned,
-    RankFault,
     RankMeeting,
     RankOffer,
     Sealed,
-    check_group,
-    meeting_place,
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
 from transfer_queue.weights.transport.tracker import UPLOADS, Tracker
@@ -77,7 +73,7 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
 
     `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
     rank 0 leads, and only its client is used. `meet` and `token`, the address and the token of rank 0, are given on all
-    ranks, or on none: torch's process group brings them then.
+    ranks, or on none: the store of torch's process group brings them then. `timeout_s` has to cover the slowest rank.
 
     `peers`: whether receivers give each other what they have verified during an update. Default: those on other hosts
     do. `uploads`: how many buckets a rank gives such receivers at once. `bucket_nbytes`: 0 makes it 256 MiB, or, where
@@ -161,13 +157,11 @@ class TcpTrainer(TrainerEngine):
             raise InvalidInput(f"rank {info.rank} of {info.world}")
         if info.world > 1 and bool(info.meet) != bool(info.token):
             raise InvalidInput("several ranks: give `meet` and `token` on every rank, or neither on any")
-        over_group = info.world > 1 and not info.meet
-        if over_group:
-            check_group(info.rank, info.world)
+        meeting = GroupMeeting(info.rank, info.world) if info.world > 1 and not info.meet else None
         place, deadline = MeetingPlace(info.meet, info.token), Deadline(info.timeout_s)
         if info.rank:
-            if over_group:
-                place = meeting_place(place, info.timeout_s + BEYOND_S)  # rank 0 may need all of its time
+            if meeting is not None:
+                place = meeting.find(info.timeout_s + BEYOND_S)  # rank 0 may need all of its time
             holder = Holder(info, place.address, place.token, source)
             holder.meet()
             return holder
@@ -176,13 +170,15 @@ class TcpTrainer(TrainerEngine):
             if client is None:
                 raise InvalidInput("rank 0 needs a client for the receivers")
             made = super().trainer_init(init_info, client=client, source=source)
-            if over_group:
-                meeting_place(MeetingPlace(made.address, made.token), deadline.left())
+            if meeting is not None:
+                meeting.tell(MeetingPlace(made.address, made.token), deadline)
         except BaseException as error:  # an interrupt too: the others wait for what is told here
-            if made is not None:
-                made.shutdown()
-            elif over_group:
-                _tell_fault(error)
+            try:
+                if meeting is not None:
+                    meeting.tell_fault(error)
+            finally:
+                if made is not None:
+                    made.shutdown()
             raise
         return made
 
@@ -318,13 +314,6 @@ class TcpTrainer(TrainerEngine):
         if self._tracker is not None:
             self._tracker.close()
         self._server.close()
-
-
-def _tell_fault(error: BaseException) -> None:
-    """Have the other ranks raise what ended rank 0 before they met."""
-    typed = as_typed(error) if isinstance(error, Exception) else Aborted("rank 0 was interrupted")
-    with suppress(TransferQueueError):  # the fault that led here is the one to raise
-        meeting_place(MeetingPlace(fault=RankFault.of(typed)), TELL_S)
 
 
 def _firsts(manifest: Manifest, world: int) -> list[int]:

@@ -36,7 +36,7 @@ class PublishTicket:
         self._packed = packed  # until somebody took it
         self._lock = threading.Lock()
         self._has_given_way = False
-        self._call: BackgroundCall[SyncReport] | None = None
+        self._calls: list[BackgroundCall[SyncReport]] = []  # one, from before its thread begins
 
     def take(self) -> PackedVersion | None:
         """What was packed, for who asks first: to bring it to the receivers, or to let go of it."""
@@ -51,7 +51,7 @@ class PublishTicket:
 
     def start(self, function: Callable[[], SyncReport]) -> PublishTicket:
         """Have this go on in a thread of its own. Where it fails the log says so, as nobody may ask this ticket."""
-        self._call = BackgroundCall("tq-weights-publish", self._run, function)
+        BackgroundCall("tq-weights-publish", self._run, function, known=self._calls)
         return self
 
     def _run(self, function: Callable[[], SyncReport]) -> SyncReport:
@@ -73,8 +73,9 @@ class PublishTicket:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float = LEAVE_S) -> bool:
-        """Whether it has ended within that time."""
-        return self._call is not None and self._call.ended(checked_s(timeout_s, 0.0))
+        """Whether it has ended within that time, or never began."""
+        left_s = max(0.0, checked_s(timeout_s))
+        return all(call.ended(left_s) for call in self._calls)
 
     def settle(self, deadline: Deadline) -> None:
         """Return once it has ended, well or not; `DeadlineExceeded`."""
@@ -83,9 +84,9 @@ class PublishTicket:
 
     def result(self, timeout_s: float = 3600.0) -> SyncReport:
         """What `send_weights` would have returned, or raised. `DeadlineExceeded` when it is still on its way then."""
-        if self._call is None or not self._call.ended(checked_s(timeout_s, 0.0)):
+        if not self.wait(timeout_s):
             raise DeadlineExceeded(f"version {self.version} is still on its way after {timeout_s:g} s")
-        return self._call.outcome()
+        return self._calls[0].outcome()
 
 
 class UpdateTurns:
@@ -110,8 +111,10 @@ class UpdateTurns:
     def is_on_its_way(self, version: int) -> bool:
         return any(one.version == version and not one.done for one in self._tickets)
 
-    def add(self, ticket: PublishTicket) -> None:
+    def begin(self, ticket: PublishTicket, function: Callable[[], SyncReport]) -> PublishTicket:
+        """By one thread at a time. Where its own thread does not begin it has ended, and still waits."""
         self._tickets = [one for one in self._tickets if not one.done] + [ticket]
+        return ticket.start(function)
 
     def waiting(self) -> list[PackedVersion]:
         """What waits for its turn, which it does not get any more."""

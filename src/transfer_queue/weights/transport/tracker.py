@@ -31,10 +31,11 @@ import msgspec
 
 from transfer_queue.errors import InvalidInput, VersionGone
 from transfer_queue.structs import decodable
-from transfer_queue.weights.transport.fetching import MAX_FAULTS, SLOWEST
+from transfer_queue.weights.transport.fetching import MAX_FAULTS
 from transfer_queue.weights.transport.info import key_of
 from transfer_queue.weights.transport.protocol import Came
 from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.wire.blocking import SLOWEST
 
 UPLOADS = 2  # of a rank: one keeps its link busy while the other begins or ends; more delay the first whole bucket
 PEER_UPLOADS = 2  # of a receiver

@@ -160,9 +160,12 @@ class TrainerEngine(ABC):
                 raise StaleVersion(f"version {draft.version} is on its way")
             self._give_way()
             ticket = PublishTicket(draft.version, PackedVersion(draft, self._pack(draft, deadline)))
-        self._turns.add(ticket)
-        del draft  # the ticket has it, until another one is packed
-        return ticket.start(lambda: self._bring_ticket(ticket, deadline))
+            del draft  # the ticket has it, until another one is packed
+            try:
+                return self._turns.begin(ticket, lambda: self._bring_ticket(ticket, deadline))
+            except BaseException:  # no thread is to be had, or an interrupt
+                self._give_way()
+                raise
 
     def _give_way(self) -> None:
         """Let go of what waits: with what is on its way, and another one, there would be three."""
