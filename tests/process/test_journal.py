@@ -25,12 +25,16 @@ from test_standby import kill, standby_of
 from zygote import CHILDREN
 
 from transfer_queue import checkpoint
+from transfer_queue.client.describing import batch_meta
+from transfer_queue.client.effects import Call
 from transfer_queue.errors import (
+    InvalidInput,
     LeaseExpired,
     ServiceRestarted,
     ServiceUnavailable,
     TransferQueueError,
 )
+from transfer_queue.wire import messages as m
 
 Start = Callable[..., Host]
 MIB = 1 << 20
@@ -146,6 +150,34 @@ def test_dead_letters_and_versions_of_the_weights_come_back(machine: Machine) ->
     assert [one.reason for one in client.list_dead_letters("p", "t").redelivered.values()] == ["too long", "too long"]
     with pytest.raises(TimeoutError):
         client.admit("t", 1, 0, 2, timeout_s=0)
+
+
+def claim(client: Any) -> Any:
+    """Rows of a partition that nobody else may fill, as `RolloutBridge.put` does."""
+    session = client.session
+    request = m.Insert(session.next_rid(), "p", 2, ["x", "n"], 1.0, alone=True)
+    return batch_meta(session.service_id, session.call(Call(request, wait_s=1.0))[0], "p", ["x", "n"])
+
+
+def test_a_claim_ends_with_the_power_and_what_was_claimed_afterwards_comes_back(machine: Machine) -> None:
+    claim(machine.host.client)
+    client = machine.reboot().client
+    meta = claim(client)
+    client.put(rows(3.0, 2), metadata=meta)
+    client = machine.reboot().client
+    assert firsts(client.get_data(meta)) == [3.0, 3.0]
+    assert client.get_partition("p")["rows"] == 2
+
+
+def test_a_claim_is_in_no_checkpoint(machine: Machine, tmp_path: Path) -> None:
+    client = machine.host.client
+    claim(client)
+    with pytest.raises(InvalidInput, match="a step is put once"):
+        claim(client)
+    checkpoint.save(client.session, tmp_path / "saved")
+    checkpoint.load(client.session, tmp_path / "saved")
+    meta = claim(client)
+    assert client.get_partition("p")["rows"] == len(meta) == 2
 
 
 def test_a_loaded_checkpoint_takes_the_place_of_everything(machine: Machine, tmp_path: Path) -> None:

@@ -278,16 +278,11 @@ class Controller:
 
     def statistics(self) -> dict[str, Any]:
         return {
-            "partitions": len(self.tables),
-            "rows": self.num_rows,
-            "blocks": len(self.block_index.entries),
-            "waiting_requests": self.num_waiting,
-            **self.staleness.statistics(),
-            "dead_letters": self._redelivery.num_dead,
-            "locks": len(self.locks),
-            "groups": self.groups.statistics(),
-            "series": self.series.statistics(),
-        }
+            "partitions": len(self.tables), "rows": self.num_rows, "blocks": len(self.block_index.entries),
+            "waiting_requests": self.num_waiting, **self.staleness.statistics(),
+            "dead_letters": self._redelivery.num_dead, "locks": len(self.locks),
+            "groups": self.groups.statistics(), "series": self.series.statistics(),
+        }  # fmt: skip
 
     # writing
 
@@ -376,7 +371,12 @@ class Controller:
             raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')
         table = self.tables.get(message.partition) or self._open(message.partition, message.count)
         if message.alone and table.num_rows:
-            raise InvalidInput(f"partition {table.name!r} has {table.num_rows} rows: a step is put once, then cleared")
+            abandoned = self._unreceived.abandoned(table, message.fields)
+            if len(abandoned) < table.num_rows:
+                text = f"has {table.num_rows} rows: a step is put once, then cleared"
+                raise InvalidInput(f"partition {table.name!r} {text}")
+            self._clear(m.Clear(0, table.name, None, rows_bytes(table.index[abandoned])))
+            table = self.tables.get(message.partition) or self._open(message.partition, message.count)
         slots = self._new_rows(table, message.count)
         return row_set(message.rid, table, slots, message.fields, bytes(message.count))
 

@@ -152,6 +152,14 @@ class Unreceived:
                 grant.keep()
         return None
 
+    def abandoned(self, table: Table, fields: Sequence[str]) -> Slots:
+        """The rows that have none of these fields, where nobody is about to write them: who inserted them was killed
+        together with the service, whose checkpoint or journal has the rows, and not who asked for them."""
+        for held in self._by_session.values():
+            if any(isinstance(grant, InsertGrant) and grant.table is table for grant in held.values()):
+                return table.live_slots()[:0]
+        return InsertGrant(table, table.index[table.live_slots()], fields).unwritten()
+
     def _consumed(self, table: Table | None = None, task: str = "") -> Iterator[ConsumedGrant]:
         """The grants of rows, of one table's task or all; open ones first."""
         for held in itertools.chain(self._by_session.values(), self._received.values()):
