@@ -316,7 +316,7 @@ def test_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_example_of_the_docs_runs() -> None:
     text = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
-    code = text.split("## Over HTTP")[1].split("```python")[1].split("```")[0]
+    code = text.split("## Over HTTP")[1].split("```py\n")[1].split("```")[0]
     exec(compile(code, "docs/weights.md", "exec"), {})
 
 
