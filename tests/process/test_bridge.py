@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,7 +15,17 @@ from hosts import Host
 from rollouts import SCHEMA, N, rollout
 
 import transfer_queue as tq
-from transfer_queue.bridge import Fetched, Inferred, Numbers, Objects, Ragged, RolloutBridge, RolloutSchema, Schedule
+from transfer_queue.bridge import (
+    Fetched,
+    Inferred,
+    Numbers,
+    Objects,
+    Ragged,
+    RolloutBridge,
+    RolloutColumn,
+    RolloutSchema,
+    Schedule,
+)
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, RowCleared, SchemaViolation, StoreFull
 
 
@@ -185,6 +195,42 @@ def test_a_rank_with_a_wider_schema_gets_its_dtype(shared: tq.TransferQueueClien
     got = RolloutBridge(shared, wide).fetch(step, "actor", timeout_s=5)
     assert (got["n"].dtype, got["n"].tolist()) == (torch.int64, [7, 8])
     assert [(row.dtype, row.tolist()) for row in got["r"]] == [(torch.float64, [0.5]), (torch.float64, [])]
+
+
+@pytest.mark.parametrize("form", ["tensors", "arrays", "lists"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
+     "longlong", "ulonglong", ">i4", ">f8"],
+)  # fmt: skip
+def test_each_dtype_comes_back_in_each_form(
+    shared: tq.TransferQueueClient, step: str, dtype: str, form: Literal["tensors", "arrays", "lists"]
+) -> None:
+    wanted = np.dtype(np.dtype(dtype).name)
+    most: Any = np.ones(1, wanted)[0] if wanted.kind in "bf" else np.iinfo(wanted).max
+    numbers = np.array([0, most, most], wanted)
+    ragged = [numbers, numbers[1:]]
+    batches: dict[str, tuple[RolloutColumn, list[Any]]] = {
+        "numbers": (Numbers(dtype=dtype), numbers[1:].tolist()),
+        "ragged": (Ragged(dtype=dtype), [row.tolist() for row in ragged]),
+        "steps": (Ragged(dtype=dtype, shape=(1,)), [row[:, None].tolist() for row in ragged]),
+        "inferred": (Inferred(), [row.astype(dtype) for row in ragged]),
+        "scalars": (Inferred(), [torch.from_numpy(numbers)[place] for place in (0, 1)]),
+    }
+    bridge = RolloutBridge(shared, RolloutSchema({name: column for name, (column, _) in batches.items()}))
+    bridge.put(step, {name: values for name, (_, values) in batches.items()})
+    found = bridge.fetch(step, "actor", form=form, timeout_s=5)
+    plain: Callable[[Any], list[Any]] = list if form == "lists" else lambda got: got.tolist()
+    kind = {"tensors": torch.Tensor, "arrays": np.ndarray, "lists": list}[form]
+    for got in (found["numbers"], found["scalars"], *found["ragged"], *found["steps"], *found["inferred"]):
+        assert type(got) is kind
+    for got in (found["numbers"], *found["ragged"], *found["steps"], *found["inferred"]):
+        assert form == "lists" or str(got.dtype).removeprefix("torch.") == wanted.name
+    assert plain(found["numbers"]) == numbers[1:].tolist()
+    assert plain(found["scalars"]) == numbers[:2].tolist()
+    for name in ("ragged", "inferred"):
+        assert [plain(row) for row in found[name]] == [row.tolist() for row in ragged]
+    assert [plain(row) for row in found["steps"]] == [row[:, None].tolist() for row in ragged]
 
 
 def test_columns_come_as_arrays_or_lists_where_asked(bridge: RolloutBridge, step: str) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Child
@@ -117,6 +118,10 @@ def test_several_fields_change_together(shared: tq.TransferQueueClient) -> None:
         (torch.tensor(2**62), "add", 2**62), (torch.tensor(True), "add", 1), (torch.tensor(False), "max", 2),
         (torch.tensor(1.0), "add", 2**24 + 1), (torch.tensor(1.0), "add", 1e39), (torch.tensor(3e38), "add", 3e38),
         (torch.tensor(1.0), "add", torch.tensor(0.1, dtype=torch.float64)), (torch.tensor(1.0), "add", 1j),
+        (torch.tensor([1.0, 2.0]), "add", [0.1, 2**24 + 1]), (torch.tensor([1.0]), "max", np.array([0.1])),
+        (torch.tensor([1.0, 2.0]), "add", [0.1, np.float64(0.1)]), (torch.tensor([1]), "max", [1.5]),
+        (torch.tensor([1.0, 2.0], dtype=torch.float64), "add", [0.1, 2**53 + 1]),
+        (torch.tensor([1.0, 2.0]), "add", [[1.0], [2.0, 3.0]]),
         (torch.tensor([1]), "append", torch.tensor([1.5])), (torch.tensor([1]), "append", torch.tensor([float("inf")])),
         (torch.tensor([1], dtype=torch.int8), "append", torch.tensor([200], dtype=torch.uint8)),
     ],
@@ -136,6 +141,11 @@ def test_a_number_that_the_dtype_of_a_field_has_not_is_refused(
     [
         (1, "add", 2.0, torch.tensor(3)), (1, "add", True, torch.tensor(2)),
         (torch.tensor(1.0), "add", 0.1, torch.tensor(1.1)),
+        (torch.tensor([1.0, 2.0]), "add", [0.1, 0.2], torch.tensor([1.1, 2.2])),
+        (torch.tensor([1.0, 2.0]), "max", (0.1, 3.3), torch.tensor([1.0, 3.3])),
+        (torch.tensor([[1.0, 2.0]]), "add", [[0.1, 2]], torch.tensor([[1.1, 4.0]])),
+        (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), "max", [1.1, float("inf")],
+         torch.tensor([1.1, float("inf")], dtype=torch.bfloat16)),
         (torch.tensor(1.0), "add", float("inf"), torch.tensor(float("inf"))),
         (torch.tensor(1.0, dtype=torch.bfloat16), "add", torch.tensor(2.0, dtype=torch.float64),
          torch.tensor(3.0, dtype=torch.bfloat16)),
@@ -153,6 +163,31 @@ def test_a_number_of_another_dtype_that_the_field_has_is_taken(
     found = cell("k", "exact", "x")
     assert (found.dtype, torch.equal(found, result)) == (result.dtype, True)
     shared.clear_partition("exact")
+
+
+def test_lists_of_floats_are_rounded_to_tensors_in_dicts(shared: tq.TransferQueueClient) -> None:
+    tq.kv_put("k", "dicts", fields={"x": {"a": torch.tensor([1.0, 2.0])}})
+    tq.kv_update("k", "dicts", "x", values={"a": [0.1, 0.2]}, parser="add")
+    assert torch.equal(cell("k", "dicts", "x")["a"], torch.tensor([1.1, 2.2]))
+    shared.clear_partition("dicts")
+
+
+@pytest.mark.parametrize(
+    ("held", "new", "said"),
+    [
+        (torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64), r"torch\.tensor\(\.\.\., dtype=torch\.float32\)"),
+        (torch.tensor(1.0, dtype=torch.float16), 70000.0, r"overflow torch\.float16"),
+        (torch.tensor([1.0]).half(), [70000.0], r"overflow torch\.float16"),
+        (torch.tensor(6e4, dtype=torch.float16), 6e4, "torch.float16, which has not the sum: it overflows"),
+    ],
+)
+def test_a_refused_number_is_told_what_to_do(
+    shared: tq.TransferQueueClient, held: torch.Tensor, new: Any, said: str
+) -> None:
+    tq.kv_put("k", "told", fields={"x": held})
+    with pytest.raises(UnsupportedValue, match=said):
+        tq.kv_update("k", "told", "x", values=new, parser="add")
+    shared.clear_partition("told")
 
 
 @pytest.mark.parametrize(

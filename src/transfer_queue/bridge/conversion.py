@@ -15,7 +15,16 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack
 
-from transfer_queue.bridge.schema import Inferred, Numbers, Objects, Ragged, RolloutColumn, RolloutSchema, has_all_of
+from transfer_queue.bridge.schema import (
+    Inferred,
+    Numbers,
+    Objects,
+    Ragged,
+    RolloutColumn,
+    RolloutSchema,
+    has_all_of,
+    native,
+)
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
 from transfer_queue.errors import SchemaViolation
@@ -23,9 +32,9 @@ from transfer_queue.errors import SchemaViolation
 Form: TypeAlias = Literal["tensors", "arrays", "lists"]
 FORMS = ("tensors", "arrays", "lists")
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
-_AS_IN_NUMPY = frozenset((  # dtypes of tensors that come back as they were
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32,
-    torch.float64,
+_AS_IN_NUMPY = frozenset((  # dtypes of tensors that arrays have, too: their rows come in each form
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float16, torch.float32, torch.float64,
 ))  # fmt: skip
 _LETTERS = {  # of `struct`; not "?", which packs the truth of any object
     "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q",
@@ -64,9 +73,9 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
     if isinstance(column, Inferred):
         return _stored(name, values, _inferred([values[row] for row in rows]), rows)
     if isinstance(column, Numbers):
-        return torch.from_numpy(_numbers(name, values, np.dtype(column.dtype), rows))
+        return torch.from_numpy(_numbers(name, values, native(column.dtype), rows))
     assert isinstance(column, Ragged)
-    wanted = np.dtype(column.narrow)
+    wanted = native(column.narrow)
     if not any(isinstance(values[row], (list, tuple)) for row in rows):
         return [torch.from_numpy(_array(name, values[row], row, column.shape, wanted)) for row in rows]
     return _packed(name, values, column, wanted, rows)
@@ -101,9 +110,12 @@ def _inferred(values: list[Any]) -> RolloutColumn:
 
 
 def _inferred_numbers(numbers: list[Any]) -> RolloutColumn:
-    kind = np.array(numbers).dtype.kind
+    array = np.array(numbers)
+    kind = array.dtype.kind
     if kind == "f" and _is_rounded(numbers):
         return Objects()
+    if kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
+        return Numbers(dtype="uint64")
     return Numbers(dtype={"b": "bool", "i": "int64", "u": "int64", "f": "float64"}.get(kind, "float64"))
 
 
@@ -120,7 +132,7 @@ def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int])
         return _narrowed(name, array[list(rows)], wanted, None)
     letter = _LETTERS.get(wanted.name)
     items = [values[row] for row in rows]
-    with contextlib.suppress(struct.error, OverflowError, TypeError):
+    with contextlib.suppress(struct.error, OverflowError, TypeError, RuntimeError):  # the last: of tensors of uint64
         if letter is not None and not any(isinstance(item, np.complexfloating) for item in items):
             found = np.frombuffer(bytearray(struct.pack(f"{len(items)}{letter}", *items)), wanted)
             _check_floats(name, found, [items], rows, np.arange(len(rows)))
@@ -214,6 +226,10 @@ def _from_list(name: str, value: Any, row: int, wanted: np.dtype[Any]) -> Any:
         return value
     try:
         array = np.array(value)
+        if array.dtype.kind == "f" and wanted.name == "uint64":  # what NumPy makes of ints on both sides of 2**63
+            given = np.array(value, object).ravel().tolist()
+            if all(isinstance(item, int) and 0 <= item < 2**64 for item in given):
+                return np.array(given, wanted).reshape(array.shape)
         if array.dtype.kind == wanted.kind == "f" and (np.abs(array) >= _least_rounded(wanted)).any():
             given = np.array(value, object).ravel().tolist()  # before NumPy made floats of ints
             with np.errstate(over="ignore"):
@@ -255,7 +271,7 @@ def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | 
     """`array` in the dtype that is stored. What that does not hold is refused: whole numbers and truth values come back
     as they were, and floats are rounded to what floats are stored as."""
     if has_all_of(wanted, array.dtype) or (not array.size and array.dtype.kind in "biuf"):
-        return array.astype(wanted, copy=False)
+        return array.astype(wanted, copy=False).view(wanted)  # torch knows one of NumPy's two names for 64 bits
     where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind != "f"):
         raise SchemaViolation(f"{where}: {array.dtype} where {wanted} is stored", row, name)
@@ -321,7 +337,7 @@ def _read(name: str, values: Any, column: RolloutColumn | None, form: Form) -> A
 
 
 def _widened(name: str, stored: NDArray[Any], dtype: str) -> NDArray[Any]:
-    wanted = np.dtype(dtype)
+    wanted = native(dtype)
     if not has_all_of(wanted, stored.dtype):
         raise SchemaViolation(
             f"field {name!r}: {stored.dtype} is stored, {dtype} has not all of its numbers", None, name

@@ -53,9 +53,14 @@ class Objects(RolloutColumn):
 
 @dataclass(frozen=True, kw_only=True)
 class Inferred(RolloutColumn):
-    """What the rows of a put look like: numbers become int64, float64 or bool (objects, where float64
-    would round an int), arrays of one dtype and rank a ragged
-    column, and everything else objects."""
+    """What the rows of a put look like: numbers become int64, uint64 where int64 is too small, float64 or bool
+    (objects, where float64 would round an int), arrays of one dtype and rank a ragged column, and everything else
+    objects."""
+
+
+def native(dtype: str) -> np.dtype[Any]:
+    """The dtype of this name as tensors have it: in the byte order of this machine."""
+    return np.dtype(np.dtype(dtype).name)
 
 
 def has_all_of(dtype: np.dtype[Any], other: np.dtype[Any]) -> bool:

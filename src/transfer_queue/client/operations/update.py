@@ -7,6 +7,7 @@ begins anew. No code travels: `parser` runs in the calling process.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -80,17 +81,37 @@ def _held(name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
     """`new` in the dtype of `old`. `UnsupportedValue` unless that has these numbers; Python's floats are rounded."""
     try:
         given = new if isinstance(new, torch.Tensor) else torch.as_tensor(np.asarray(new), device=old.device)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter: lists of different lengths
         raise UnsupportedValue(f"{name}: {type(new).__qualname__} to a tensor of {old.dtype}") from None
-    if given.dtype == old.dtype:
+    own = _own_numbers(new) if old.dtype.is_floating_point else None
+    if given.dtype == old.dtype and not own:
         return given
     if not given.is_complex() or old.is_complex():
         found = given.to(old.dtype)
-        is_rounded = isinstance(new, float) and old.dtype.is_floating_point
-        kept = torch.isfinite(found) | ~torch.isfinite(given) if is_rounded else _are_same(found, given)
-        if bool(kept.all()):
+        if all(map(_is_rounded, own, found.flatten().tolist())) if own else bool(_are_same(found, given).all()):
             return found
-    raise UnsupportedValue(f"{name}: the field holds {old.dtype}, which has not all of these numbers of {given.dtype}")
+        if old.dtype.is_floating_point and bool((given.double().isfinite() & ~found.double().isfinite()).any()):
+            raise UnsupportedValue(f"{name}: these numbers overflow {old.dtype}, which the field holds")
+    raise UnsupportedValue(
+        f"{name}: the field holds {old.dtype}, which has not all of these numbers of {given.dtype}; "
+        f"torch.tensor(..., dtype={old.dtype}) rounds them"
+    )
+
+
+def _own_numbers(value: Any) -> list[Any] | None:
+    """The numbers of nested lists, one after the other; None unless all are Python's own, which have no dtype."""
+    if type(value) in (bool, int, float):
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return None
+    parts = [_own_numbers(item) for item in value]
+    return None if None in parts else [number for part in parts for number in part or ()]
+
+
+def _is_rounded(number: float, found: float) -> bool:
+    """Whether `found` is a float that stands for Python's `number`: any but an infinite one for a float that is finite,
+    and just the same for an int."""
+    return math.isfinite(found) or not math.isfinite(number) if isinstance(number, float) else found == number
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -121,7 +142,7 @@ def _sum(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         carried = (was ^ numbers) & (more ^ numbers) < 0 if was.dtype.kind == "i" else numbers < was
         is_beyond = bool(carried.any())
     if is_beyond:
-        raise UnsupportedValue(f"add: the field holds {old.dtype}, which has not the sum")
+        raise UnsupportedValue(f"add: the field holds {old.dtype}, which has not the sum: it overflows")
     return found
 
 
@@ -164,8 +185,9 @@ def kv_update(
     `fields`: one field, and `values` is its new value; several, and `values` is a dict of as many; or a dict of values.
     `parser` is a function, which runs in this process, again whenever another write came first; or the name of one:
     "append" (tensors along their first dimension, lists, strings), "merge" (dicts), "add", "max" (numbers, tensors,
-    dicts of numbers), "replace". A tensor keeps its dtype; `UnsupportedValue` for a number, or a sum, that it has not.
-    `merge` is another word for it. `empty`: the cells become None instead.
+    dicts of numbers), "replace". A tensor keeps its dtype: Python's own floats are rounded to it, and other numbers and
+    sums that it has not are `UnsupportedValue`. `merge` is another word for `parser`. `empty`: the cells become None
+    instead.
 
     A field that was not written has the old value None, and the result may be of any type; not so where `fields` is a
     dict: there the field must be written, tensors keep their dtype, and what is no tensor stays so. What `parser`
