@@ -119,7 +119,7 @@ def test_several_fields_change_together(shared: tq.TransferQueueClient) -> None:
         (torch.tensor(1.0), "add", 2**24 + 1), (torch.tensor(1.0), "add", 1e39), (torch.tensor(3e38), "add", 3e38),
         (torch.tensor(1.0), "add", torch.tensor(0.1, dtype=torch.float64)), (torch.tensor(1.0), "add", 1j),
         (torch.tensor([1.0, 2.0]), "add", [0.1, 2**24 + 1]), (torch.tensor([1.0]), "max", np.array([0.1])),
-        (torch.tensor([1.0, 2.0]), "add", [0.1, np.float64(0.1)]), (torch.tensor([1]), "max", [1.5]),
+        (torch.tensor([1]), "max", [1.5]),
         (torch.tensor([1.0, 2.0], dtype=torch.float64), "add", [0.1, 2**53 + 1]),
         (torch.tensor([1.0, 2.0]), "add", [[1.0], [2.0, 3.0]]),
         (torch.tensor([1]), "append", torch.tensor([1.5])), (torch.tensor([1]), "append", torch.tensor([float("inf")])),
@@ -141,6 +141,7 @@ def test_a_number_that_the_dtype_of_a_field_has_not_is_refused(
     [
         (1, "add", 2.0, torch.tensor(3)), (1, "add", True, torch.tensor(2)),
         (torch.tensor(1.0), "add", 0.1, torch.tensor(1.1)),
+        (torch.tensor(1.0), "add", np.mean([0.1, 0.3]), torch.tensor(1.2)),
         (torch.tensor([1.0, 2.0]), "add", [0.1, 0.2], torch.tensor([1.1, 2.2])),
         (torch.tensor([1.0, 2.0]), "max", (0.1, 3.3), torch.tensor([1.0, 3.3])),
         (torch.tensor([[1.0, 2.0]]), "add", [[0.1, 2]], torch.tensor([[1.1, 4.0]])),

@@ -99,8 +99,9 @@ def _held(name: str, old: torch.Tensor, new: Any) -> torch.Tensor:
 
 
 def _own_numbers(value: Any) -> list[Any] | None:
-    """The numbers of nested lists, one after the other; None unless all are Python's own, which have no dtype."""
-    if type(value) in (bool, int, float):
+    """The numbers of nested lists, one after the other; None unless all are Python's own, which have no dtype. So is
+    what NumPy's functions return (`np.mean`), which is a float of Python's."""
+    if type(value) in (bool, int, float, np.float64):
         return [value]
     if not isinstance(value, (list, tuple)):
         return None
