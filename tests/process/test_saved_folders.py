@@ -123,6 +123,36 @@ def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
     tq.load_checkpoint(url)
 
 
+def test_a_checkpoint_is_replaced_whether_a_path_or_a_url_led_there(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    path, url = tmp_path / "ck", f"file://{tmp_path}/ck"
+    client.put(ROWS, partition_id="p")
+    for n, place in enumerate([url, path, url, url, path, path]):
+        tq.save_checkpoint(place, metadata={"n": n})
+        assert json.loads((path / "metadata.json").read_text())["user_metadata"] == {"n": n}
+        assert len(os.listdir(path)) == (2 if place == url else 4)
+        tq.load_checkpoint(path)
+        tq.load_checkpoint(url)
+
+
+def test_a_checkpoint_that_was_copied_down_from_a_store_is_replaced(
+    client: tq.TransferQueueClient, url: str, files: Files, tmp_path: Path
+) -> None:
+    """With what a killed writer left below it."""
+    system, root = files
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    system.makedirs(f"{root}/files-1764093000000-5f0c9a21")
+    system.pipe_file(f"{root}/files-1764093000000-5f0c9a21/blocks-00000.bin", b"x")
+    system.get(f"{root}/", f"{tmp_path}/down/", recursive=True)
+    tq.load_checkpoint(tmp_path / "down")
+    assert len(os.listdir(tmp_path / "down")) == 3
+    tq.save_checkpoint(tmp_path / "down")
+    tq.load_checkpoint(tmp_path / "down")
+    assert not list((tmp_path / "down").glob("files-*"))
+
+
 @pytest.mark.parametrize("call", ["_listed", "write_whole", "mv"])
 def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch, call: str

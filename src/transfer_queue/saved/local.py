@@ -24,6 +24,7 @@ from transfer_queue.errors import CheckpointMissing, InvalidInput
 from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
+from transfer_queue.saved.reading import BELOW
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
@@ -77,6 +78,7 @@ class LocalFolder(Folder):
             found = set(os.listdir(target))
             if name in found and (listed := listed_by((target / name).read_bytes())) is not None:
                 found -= {name, LOCK, *listed.files}
+                found = {one for one in found if not BELOW.fullmatch(one)}  # it was written through a URL
         except FileNotFoundError:  # there is none, or another takes its place just now, and this is asked again then
             return
         except NotADirectoryError:
