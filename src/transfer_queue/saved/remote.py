@@ -53,7 +53,7 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             raise CheckpointMissing(f"{self.path(name)} is missing") from None
 
-    def repair(self) -> None:
+    def repair(self, name: str) -> None:
         """A list is replaced in one step."""
 
     def refuse_other(self, name: str) -> None:
