@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -196,6 +197,46 @@ def test_of_two_that_dump_to_one_place_at_the_same_time_one_does(
         tq.dump_data_by_key(url, ["a"], "p")
     assert set(tq.read_row_index(url)["rows"]) == {"b"}
     assert len(names(files)) == 2
+
+
+def test_a_store_without_modes_has_a_new_list_whole(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fsspec's own `pipe_file`, which opens the file in its place for whoever reads meanwhile."""
+    memory, root, written = type(fsspec.filesystem("memory")), f"/{uuid.uuid4().hex}", list[str]()
+    opened = memory._open
+
+    def record(self: Any, path: str, mode: str = "rb", **named: Any) -> Any:
+        if mode != "rb":
+            written.append(path)
+        return opened(self, path, mode, **named)
+
+    monkeypatch.setattr(memory, "pipe_file", fsspec.AbstractFileSystem.pipe_file)
+    monkeypatch.setattr(memory, "_open", record)
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    tq.dump_data_by_key(f"memory:/{root}", ["a"], "p")
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(f"memory:/{root}", ["b"], "p")
+    assert written
+    assert [path for path in written if not path.startswith(f"{root}/files-")] == []
+    assert set(tq.read_row_index(f"memory:/{root}")["rows"]) == {"a"}
+    fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_disk_without_links_takes_what_is_created(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    tq.dump_data_by_key(f"file://{tmp_path}/d", ["a"], "p")
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(f"file://{tmp_path}/d", ["b"], "p")
+    assert set(tq.read_row_index(f"file://{tmp_path}/d")["rows"]) == {"a"}
+    assert len(os.listdir(tmp_path / "d")) == 2
 
 
 def test_a_first_list_that_did_not_get_its_name_is_in_nobody_s_way(
