@@ -75,7 +75,7 @@ def save(
     if not include_storage:
         log.warning("include_storage=False has no effect: rows live in memory and would be lost, so they are saved")
     folder = folder_at(directory)
-    folder.repair()
+    folder.repair(METADATA)
     folder.refuse_other(METADATA)
     with folder.replacing(METADATA) as draft, snapshot(session) as found:
         _write(draft, found)
@@ -121,7 +121,7 @@ def nbytes_of(directory: str | os.PathLike[str]) -> int:
 def load(session: Session, directory: str | os.PathLike[str]) -> None:
     """See `transfer_queue.load_checkpoint`."""
     folder = folder_at(directory)
-    folder.repair()
+    folder.repair(METADATA)
     if not folder.is_there():
         raise CheckpointMissing(f"{folder}: no such directory")
     if folder.has(PICKLED):

@@ -103,7 +103,7 @@ CALLS = ((os, "fsync"), (os, "rename"), (shutil, "rmtree"))
 # what is saved before the point is reached; after the second rename it is the new checkpoint
 POINTS = [
     ("fsync", 1, 1), ("fsync", 2, 1), ("fsync", 3, 1), ("fsync", 4, 1), ("fsync", 5, 1), ("rename", 1, 1),
-    ("rename", 2, 1), ("fsync", 6, 2), ("rmtree", 1, 2),
+    ("rename", 2, 1), ("fsync", 6, 2), ("rename", 3, 2), ("rmtree", 1, 2),
 ]  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def test_the_points_above_are_all_there_are(client: tq.TransferQueueClient, tmp_
             module, name, lambda *a, name=name, original=original, **k: (seen.append(name), original(*a, **k))[1]
         )
     tq.save_checkpoint(tmp_path / "ck")
-    assert seen == ["fsync"] * 5 + ["rename", "rename", "fsync", "rmtree"]
+    assert seen == ["fsync"] * 5 + ["rename", "rename", "fsync", "rename", "rmtree"]
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -210,13 +210,16 @@ def test_a_load_in_the_middle_of_a_swap_waits_for_its_end(client: tq.TransferQue
     assert version() == 2
 
 
+LISTED = files.Metadata("", 1, True, {}, {})
+
+
 @pytest.mark.parametrize("has_draft", [True, False])
 def test_two_that_find_an_interrupted_swap_put_it_right_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_draft: bool
 ) -> None:
     """With the lock, where there is one to be had."""
     (tmp_path / "ck.tq-old-5f0c9a21").mkdir()
-    (tmp_path / "ck.tq-old-5f0c9a21" / "metadata.json").touch()
+    (tmp_path / "ck.tq-old-5f0c9a21" / "metadata.json").write_bytes(files.encoded(LISTED))
     if has_draft:
         (tmp_path / "ck.tmp").mkdir()
         (tmp_path / "ck.tmp" / ".tq-lock").touch()
@@ -233,9 +236,107 @@ def test_two_that_find_an_interrupted_swap_put_it_right_once(
         rename(*given)
 
     monkeypatch.setattr(os, "rename", behind_another)
-    folder_at(tmp_path / "ck").repair()
+    folder_at(tmp_path / "ck").repair("metadata.json")
     assert (tmp_path / "ck" / "metadata.json").exists()
     assert is_locked == [True] * has_draft
+
+
+@pytest.mark.parametrize("gone", ["blocks-00000.bin", "metadata.json"])
+def test_a_half_of_what_was_replaced_does_not_come_back(
+    client: tq.TransferQueueClient, tmp_path: Path, gone: str
+) -> None:
+    """What an older version was deleting when it was killed."""
+    target, half = saved(tmp_path), tmp_path / "ck.tq-old-5f0c9a21"
+    target.rename(half)
+    (half / gone).unlink()
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(target)
+    assert os.listdir(tmp_path) == [half.name]
+    for _ in range(2):
+        tq.save_checkpoint(target)
+        tq.load_checkpoint(target)
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+def test_what_is_deleted_is_not_taken_for_what_was_replaced(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = saved(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        tq.save_checkpoint(target)
+    target.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(target)
+    (tmp_path / "elsewhere").rename(target)
+    tq.save_checkpoint(target)
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+def test_a_link_to_nowhere_hides_nothing_that_was_replaced(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    target = saved(tmp_path)
+    target.rename(tmp_path / "ck.tq-old-5f0c9a21")
+    (tmp_path / "ck.tq-old-00000000").symlink_to("nowhere")
+    tq.load_checkpoint(target)
+    assert version() == 1
+
+
+# what an older version left behind: its lock was `.lock`, and what it replaced `<dir>.old`
+
+
+def test_an_unfinished_draft_of_an_older_version_is_removed(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    target, draft = saved(tmp_path), tmp_path / "ck.tmp"
+    draft.mkdir()
+    (draft / ".lock").touch()
+    (draft / "controller.msgpack").write_bytes(b"x")
+    tq.save_checkpoint(target, metadata={"step": 2})
+    assert os.listdir(tmp_path) == ["ck"]
+    assert sorted(os.listdir(target)) == ["blocks-00000.bin", "blocks.msgpack", "controller.msgpack", "metadata.json"]
+
+
+def test_an_older_version_that_is_saving_keeps_its_lock(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    target, draft = saved(tmp_path), tmp_path / "ck.tmp"
+    draft.mkdir()
+    with open(draft / ".lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (draft / "controller.msgpack").touch()
+        with pytest.raises(FileExistsError, match="another process"):
+            tq.save_checkpoint(target)
+    assert (draft / "controller.msgpack").exists()
+    tq.save_checkpoint(target)
+
+
+def test_a_lock_of_an_older_version_in_a_checkpoint_is_not_in_its_way(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    target = saved(tmp_path)
+    (target / ".lock").touch()
+    tq.save_checkpoint(target)
+    assert not (target / ".lock").exists()
+
+
+def test_a_swap_of_an_older_version_that_was_interrupted_is_put_right(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    target = saved(tmp_path)
+    target.rename(tmp_path / "ck.old")
+    tq.save_checkpoint(tmp_path / "ck.tmp")
+    (tmp_path / "ck.tmp" / ".lock").touch()
+    tq.load_checkpoint(target)
+    assert version() == 1
+    tq.save_checkpoint(target)
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+def test_a_backup_beside_an_unfinished_draft_of_an_older_version_stays(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    target, backup = saved(tmp_path), tmp_path / "ck.old"
+    target.rename(backup)
+    (tmp_path / "ck.tmp").mkdir()
+    (tmp_path / "ck.tmp" / ".lock").touch()
+    tq.save_checkpoint(target, metadata={"step": 2})
+    assert '"step": 1' in (backup / "metadata.json").read_text()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_next(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -123,6 +124,36 @@ def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
     tq.load_checkpoint(url)
 
 
+def test_a_checkpoint_is_replaced_whether_a_path_or_a_url_led_there(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    path, url = tmp_path / "ck", f"file://{tmp_path}/ck"
+    client.put(ROWS, partition_id="p")
+    for n, place in enumerate([url, path, url, url, path, path]):
+        tq.save_checkpoint(place, metadata={"n": n})
+        assert json.loads((path / "metadata.json").read_text())["user_metadata"] == {"n": n}
+        assert len(os.listdir(path)) == (2 if place == url else 4)
+        tq.load_checkpoint(path)
+        tq.load_checkpoint(url)
+
+
+def test_a_checkpoint_that_was_copied_down_from_a_store_is_replaced(
+    client: tq.TransferQueueClient, url: str, files: Files, tmp_path: Path
+) -> None:
+    """With what a killed writer left below it."""
+    system, root = files
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(url)
+    system.makedirs(f"{root}/files-1764093000000-5f0c9a21")
+    system.pipe_file(f"{root}/files-1764093000000-5f0c9a21/blocks-00000.bin", b"x")
+    system.get(f"{root}/", f"{tmp_path}/down/", recursive=True)
+    tq.load_checkpoint(tmp_path / "down")
+    assert len(os.listdir(tmp_path / "down")) == 3
+    tq.save_checkpoint(tmp_path / "down")
+    tq.load_checkpoint(tmp_path / "down")
+    assert not list((tmp_path / "down").glob("files-*"))
+
+
 @pytest.mark.parametrize("call", ["_listed", "write_whole", "mv"])
 def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch, call: str
@@ -166,6 +197,46 @@ def test_of_two_that_dump_to_one_place_at_the_same_time_one_does(
         tq.dump_data_by_key(url, ["a"], "p")
     assert set(tq.read_row_index(url)["rows"]) == {"b"}
     assert len(names(files)) == 2
+
+
+def test_a_store_without_modes_has_a_new_list_whole(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As fsspec's own `pipe_file`, which opens the file in its place for whoever reads meanwhile."""
+    memory, root, written = type(fsspec.filesystem("memory")), f"/{uuid.uuid4().hex}", list[str]()
+    opened = memory._open
+
+    def record(self: Any, path: str, mode: str = "rb", **named: Any) -> Any:
+        if mode != "rb":
+            written.append(path)
+        return opened(self, path, mode, **named)
+
+    monkeypatch.setattr(memory, "pipe_file", fsspec.AbstractFileSystem.pipe_file)
+    monkeypatch.setattr(memory, "_open", record)
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    tq.dump_data_by_key(f"memory:/{root}", ["a"], "p")
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(f"memory:/{root}", ["b"], "p")
+    assert written
+    assert [path for path in written if not path.startswith(f"{root}/files-")] == []
+    assert set(tq.read_row_index(f"memory:/{root}")["rows"]) == {"a"}
+    fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_disk_without_links_takes_what_is_created(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    tq.kv_batch_put(list("abcd"), "p", fields=ROWS)
+    tq.dump_data_by_key(f"file://{tmp_path}/d", ["a"], "p")
+    with pytest.raises(FileExistsError):
+        tq.dump_data_by_key(f"file://{tmp_path}/d", ["b"], "p")
+    assert set(tq.read_row_index(f"file://{tmp_path}/d")["rows"]) == {"a"}
+    assert len(os.listdir(tmp_path / "d")) == 2
 
 
 def test_a_first_list_that_did_not_get_its_name_is_in_nobody_s_way(

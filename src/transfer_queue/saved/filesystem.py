@@ -12,6 +12,7 @@ from transfer_queue.errors import ConfigError, DeadlineExceeded, ServiceUnavaila
 from transfer_queue.memory.memfd import sync_directory
 
 T = TypeVar("T")
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}  # of a disk that has none
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a share of it, of a file system's largest file
 
 
@@ -48,23 +49,45 @@ class FileSystem:
     def create_whole(self, path: str, data: bytes, draft: str) -> None:
         """As `write_whole`, where no file is: of several that do so one does, and `FileExistsError` for the others.
         Of those within one round trip, where a store cannot refuse to replace a file, the last one does."""
-        if self._is_disk:
-            self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
-            self.files.pipe_file(draft, data)
-            self.sync(draft)
-            os.link(draft, path)
-            os.unlink(draft)
-            self.sync(path)
+        if self._is_disk and self._is_linked(path, data, draft):
             return
         self.files.invalidate_cache()
         if self.files.exists(path):
             raise FileExistsError(f"{path} exists")
         try:
+            if not self._has_modes():
+                raise NotImplementedError
             self.files.pipe_file(path, data, mode="create")
-        except (TypeError, NotImplementedError):  # it knows no modes
+        except (TypeError, NotImplementedError):
             self.write_whole(path, data, draft)
         if self.files.cat_file(path) != data:
             raise FileExistsError(f"{path} was written by another at the same time")
+
+    def _is_linked(self, path: str, data: bytes, draft: str) -> bool:
+        """Whether it is there now; not on a disk without links."""
+        self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(draft, data)
+        try:
+            self.sync(draft)
+            os.link(draft, path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return False
+        finally:
+            os.unlink(draft)
+        self.sync(path)
+        return True
+
+    def _has_modes(self) -> bool:
+        """Whether it creates a file in one call of its own; fsspec's looks, opens the file in its place and writes."""
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.spec import AbstractFileSystem
+
+        kind = type(self.files)
+        if issubclass(kind, AsyncFileSystem) and kind._pipe_file is not AsyncFileSystem._pipe_file:
+            return True
+        return kind.pipe_file is not AbstractFileSystem.pipe_file
 
     def sync(self, path: str) -> None:
         """Blocks until a file and its name are on the disk, where it lies on one of this machine. A store has what it

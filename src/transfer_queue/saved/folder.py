@@ -99,8 +99,8 @@ class Folder(ABC):
         """`CheckpointMissing`."""
 
     @abstractmethod
-    def repair(self) -> None:
-        """Undo a replacement that was interrupted."""
+    def repair(self, name: str) -> None:
+        """Undo a replacement that was interrupted; `name` is that of the list."""
 
     @abstractmethod
     def refuse_other(self, name: str) -> None:

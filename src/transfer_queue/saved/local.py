@@ -1,8 +1,8 @@
 """A directory, which is written beside its place as `<dir>.tmp` and renamed.
 
-One that is replaced is `<dir>.tq-old-5f0c9a21` for that moment. Whatever else lies beside it is not ours, nor is a
-`<dir>.tmp` without the lock of a writer. An interrupt may strike as any call returns, and what it returned is lost: a
-lock is held by a file object, which ends then.
+One that is replaced is `<dir>.tq-old-5f0c9a21` for that moment, whole, and `<dir>.tq-gone-5f0c9a21` while it is
+deleted. Whatever else lies beside it is not ours, nor is a `<dir>.tmp` without the lock of a writer. An interrupt may
+strike as any call returns, and what it returned is lost: a lock is held by a file object, which ends then.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from transfer_queue.errors import CheckpointMissing, InvalidInput
 from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
+from transfer_queue.saved.reading import BELOW
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 LOCK = ".tq-lock"  # the first file in a draft, the last one that goes; whoever writes there holds it
+LOCK_BEFORE = ".lock"  # as older versions called it
 OLD = ".tq-old-"
+DELETED = ".tq-gone-"
 
 
 class LocalFolder(Folder):
@@ -76,7 +79,8 @@ class LocalFolder(Folder):
         try:
             found = set(os.listdir(target))
             if name in found and (listed := listed_by((target / name).read_bytes())) is not None:
-                found -= {name, LOCK, *listed.files}
+                found -= {name, LOCK, LOCK_BEFORE, *listed.files}
+                found = {one for one in found if not BELOW.fullmatch(one)}  # it was written through a URL
         except FileNotFoundError:  # there is none, or another takes its place just now, and this is asked again then
             return
         except NotADirectoryError:
@@ -96,7 +100,7 @@ class LocalFolder(Folder):
             draft.sync()
             self.refuse_other(name)
             old = _replace(path, self._target)
-        shutil.rmtree(old, ignore_errors=True)
+        _delete(old)
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[Draft]:
@@ -105,19 +109,20 @@ class LocalFolder(Folder):
             yield draft
             draft.sync()
 
-    def repair(self) -> None:
-        """Only what was replaced is there."""
+    def repair(self, name: str) -> None:
+        """Only what was replaced is there, whole."""
         target = self._target
-        if target.exists() or not _olds(target):
+        if _replaced(target, name) is None:
             return
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError):  # somebody may be in the middle of it: between two renames
-                fcntl.flock(held.enter_context(open(_beside(target) / LOCK, "rb")), fcntl.LOCK_EX)
-            found = _olds(target)
-            if target.exists() or not found:
+            for lock in (LOCK, LOCK_BEFORE):
+                with contextlib.suppress(OSError):  # somebody may be in the middle of it: between two renames
+                    fcntl.flock(held.enter_context(open(_beside(target) / lock, "rb")), fcntl.LOCK_EX)
+            found = _replaced(target, name)
+            if found is None:
                 return
             try:
-                os.rename(found[-1], target)
+                os.rename(found, target)
             except OSError:  # no lock is to be had where there is no draft
                 if not target.exists():
                     raise
@@ -222,6 +227,8 @@ def _lock(path: Path, held: list[io.BufferedWriter]) -> None:
                 f"{path} is no draft of a save, and would be lost: move it away, or save under another name"
             )
         path.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # whoever holds it goes on holding it
+            os.replace(path / LOCK_BEFORE, path / LOCK)
         try:
             held.append(open(path / LOCK, "wb"))  # noqa: SIM115 `_drafted` closes it
             fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,7 +253,7 @@ def _is_foreign(path: Path) -> bool:
         return path.is_symlink()
     except NotADirectoryError:
         return True
-    return path.is_symlink() or (bool(found) and LOCK not in found)
+    return path.is_symlink() or (bool(found) and not {LOCK, LOCK_BEFORE} & set(found))
 
 
 def _empty(path: Path) -> None:
@@ -265,10 +272,12 @@ def _unlock(target: Path) -> None:
 def _replace(draft: Path, target: Path) -> Path:
     """Returns where what was replaced is now, for a moment, if there was something."""
     old = target.with_name(f"{target.name}{OLD}{secrets.token_hex(4)}")
+    for left in _left(target, DELETED):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         if target.exists():
-            for left in _olds(target):
-                shutil.rmtree(left, ignore_errors=True)
+            for left in _left(target, OLD):
+                _delete(left)
             os.rename(target, old)
         os.rename(draft, target)
     except BaseException:
@@ -285,10 +294,43 @@ def _beside(target: Path) -> Path:
     return target.with_name(target.name + ".tmp")
 
 
-def _olds(target: Path) -> list[Path]:
+def _delete(old: Path) -> None:
+    """Under another name: nobody takes a half of it for what was replaced."""
+    deleted = Path(DELETED.join(str(old).rsplit(OLD, 1)))
+    with contextlib.suppress(OSError):
+        os.rename(old, deleted)
+    shutil.rmtree(deleted, ignore_errors=True)
+
+
+def _replaced(target: Path, name: str) -> Path | None:
+    """What was replaced last, where it is whole and nothing has taken its place."""
+    if target.exists():
+        return None
+    found = _left(target, OLD)
+    before, draft = target.with_name(target.name + ".old"), _beside(target)  # a backup of the user without this draft
+    if (draft / LOCK_BEFORE).exists() and _is_whole(draft, name):
+        found.insert(0, before)
+    return next((one for one in reversed(found) if _is_whole(one, name)), None)
+
+
+def _is_whole(path: Path, name: str) -> bool:
+    """Whether the list `name` is there, and all files that it names."""
+    try:
+        listed = listed_by((path / name).read_bytes())
+        return listed is not None and all(
+            (path / listed.folder / one).stat().st_size == file.nbytes for one, file in listed.files.items()
+        )
+    except OSError:
+        return False
+
+
+def _left(target: Path, kind: str) -> list[Path]:
     """What was replaced and has yet to go, the last one last: one at most, but for what could not be deleted."""
-    name = re.compile(re.escape(target.name + OLD) + "[0-9a-f]{8}")
+    name = re.compile(re.escape(target.name + kind) + "[0-9a-f]{8}")
+    found: list[tuple[int, Path]] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = [Path(one) for one in os.scandir(target.parent) if name.fullmatch(one.name)]
-        return sorted(found, key=lambda one: one.stat().st_mtime_ns)
-    return []
+        for one in os.scandir(target.parent):
+            if name.fullmatch(one.name):
+                with contextlib.suppress(OSError):  # it went meanwhile
+                    found.append((one.stat(follow_symlinks=False).st_mtime_ns, Path(one)))
+    return [path for _, path in sorted(found)]

@@ -53,7 +53,7 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             raise CheckpointMissing(f"{self.path(name)} is missing") from None
 
-    def repair(self) -> None:
+    def repair(self, name: str) -> None:
         """A list is replaced in one step."""
 
     def refuse_other(self, name: str) -> None:
@@ -86,11 +86,11 @@ class RemoteFolder(Folder):
                 self._delete(below)
             raise
         now = time.time()
-        replaced = "" if before is None else before.folder
+        replaced = set() if before is None else {before.folder} if before.folder else set(before.files)
         for one in self._names():
             begun = one.removeprefix(PREFIX).partition("-")[0]
             is_old = one.startswith(PREFIX) and begun.isdecimal() and int(begun) / 1e3 < now - ABANDONED_S
-            if one != below and (one == replaced or is_old):
+            if one != below and (one in replaced or is_old):
                 self._delete(one)
 
     @contextlib.contextmanager
