@@ -13,6 +13,7 @@ from transfer_queue.memory.memfd import sync_directory
 
 T = TypeVar("T")
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}  # of a disk that has none
+ABSENT = FileNotFoundError
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of a disk, of a share of it, of a file system's largest file
 
 
@@ -98,15 +99,17 @@ class FileSystem:
             os.fsync(file.fileno())
         sync_directory(os.path.dirname(path))
 
-    def timed(self, what: str, timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+    def timed(
+        self, what: str, timeout_s: float, function: Callable[..., T], *args: Any, passes: type[OSError] = ABSENT
+    ) -> T:
         """`DeadlineExceeded` when it takes longer; `StoreFull`; `ServiceUnavailable` for whatever else a store raises,
-        but FileNotFoundError and FileExistsError."""
+        but what it `passes`."""
         call = BackgroundCall("tq-files", function, *args)
         if not call.ended(timeout_s):
             raise DeadlineExceeded(f"{what} in {self.url} did not end within {timeout_s:.0f} s")
         try:
             return call.outcome()
-        except (TransferQueueError, FileNotFoundError, FileExistsError):
+        except (TransferQueueError, passes):
             raise
         except Exception as error:  # each store has errors of its own
             if isinstance(error, OSError) and error.errno in FULL:

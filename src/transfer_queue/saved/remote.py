@@ -78,7 +78,8 @@ class RemoteFolder(Folder):
             before = self._listed(name)
             draft.is_seen = True  # perhaps, from here on
             own = self._at(f"{below}/{name}")
-            self._timed("writing the list of files", write, self._at(name), draft.list, own)
+            made = (write, self._at(name), draft.list, own)
+            self._system.timed("writing the list of files", ANSWER_S, *made, passes=FileExistsError)
         except BaseException as error:
             if isinstance(error, FileExistsError):  # another's is
                 draft.is_seen = False
