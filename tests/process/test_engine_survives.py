@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from conftest import Child, until
 from fsspec.implementations.local import LocalFileSystem
 from hosts import LARGE, Host, firsts, rows
 from s3 import object_store
+from test_journal import lose_power
 from test_standby import kill, standby_of
 
 from transfer_queue import checkpoint
@@ -60,9 +60,7 @@ class Site:
         return next(self.files.glob(f"tq-*-{number}"))
 
     def lose_power(self) -> None:
-        """Server and standby are killed at once."""
-        os.killpg(self.host.server._process.pid, signal.SIGKILL)
-        self.host.server.wait()
+        lose_power(self.host)
 
     def reboot(self, **more: Any) -> Host:
         self.lose_power()

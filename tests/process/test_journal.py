@@ -41,6 +41,12 @@ MIB = 1 << 20
 SEED, TURNS = int(os.environ.get("TQ_JOURNAL_SEED", "7")), int(os.environ.get("TQ_JOURNAL_TURNS", "6"))
 
 
+def lose_power(host: Host) -> None:
+    """Server, standby and whatever else there is of them are killed at once."""
+    os.killpg(host.server._process.pid, signal.SIGKILL)
+    host.server.wait()
+
+
 class Machine:
     """A host with a journal, that loses its power."""
 
@@ -54,9 +60,7 @@ class Machine:
         return self.host
 
     def lose_power(self) -> None:
-        """Server, standby and whatever else there is of them are killed at once."""
-        os.killpg(self.host.server._process.pid, signal.SIGKILL)
-        self.host.server.wait()
+        lose_power(self.host)
 
     def reboot(self, **more: Any) -> Host:
         self.lose_power()

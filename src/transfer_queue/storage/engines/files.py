@@ -9,17 +9,14 @@ store another one: then nothing is said to be missing, and nothing is deleted.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from fsspec.implementations.local import LocalFileSystem
 
 from transfer_queue.errors import ConfigError, StoreFull
 from transfer_queue.memory.bytes import Bytes
-from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.saved.filesystem import FULL, FileSystem
 from transfer_queue.storage.engines.engine import BlocksMissing, ReadSpan, Room, StorageEngine
 
@@ -46,22 +43,25 @@ class Files(StorageEngine):
             found = FileSystem(url)
         except ConfigError as error:
             raise ConfigError(f"backend.Files.url: {error}") from error
-        self._files, self._root = found.files, found.root
-        self._syncs = bool(settings.get("durable")) and isinstance(self._files, LocalFileSystem)
+        self._system, self._files, self._root = found, found.files, found.root
+        self._is_durable = bool(settings.get("durable"))
         self._place = str(settings.get("place", ""))
         if serves:
             try:
                 self._files.makedirs(self._root, exist_ok=True)
-                self._place = self._placed(found)
+                self._place = self._placed()
             except (OSError, ValueError) as error:
                 raise ConfigError(f"backend.Files.url: {url!r}: {error}") from error
 
-    def _placed(self, files: FileSystem) -> str:
+    def _placed(self) -> str:
         """What names the directory, which is given a name where it has none."""
         path = f"{self._root}/{PLACE}"
         name = secrets.token_hex(PLACE_NBYTES).encode()
         with contextlib.suppress(FileExistsError):
-            files.create_whole(path, name, f"{path}-{name.decode()}{PART}")
+            self._system.create_whole(path, name, f"{path}-{name.decode()}{PART}")
+        return self._named(path)
+
+    def _named(self, path: str) -> str:
         return bytes(self._files.cat_file(path)).decode().strip()
 
     @property
@@ -74,10 +74,10 @@ class Files(StorageEngine):
 
     @property
     def for_clients(self) -> Mapping[str, Any]:
-        return {"url": self._url, "durable": self._syncs, "place": self._place}
+        return {"url": self._url, "durable": self._is_durable, "place": self._place}
 
     def reserve(self, key: str, nbytes: int) -> Room:
-        return _FileRoom(self._files, self._path(key), nbytes, self._syncs)
+        return _FileRoom(self._system, self._path(key), nbytes, self._is_durable)
 
     def read(self, spans: Sequence[ReadSpan]) -> None:
         opened: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class Files(StorageEngine):
         self._files.invalidate_cache()
         path = f"{self._root}/{PLACE}"
         try:
-            found = bytes(self._files.cat_file(path)).decode().strip()
+            found = self._named(path)
         except FileNotFoundError:
             found = ""
         if self._place and found != self._place:
@@ -140,24 +140,21 @@ def _name(key: str) -> str:
 
 
 class _FileRoom(Room):
-    """Written under another name, then renamed: nobody reads half a file. It `syncs` where the bytes would else be in
-    this host's memory for a while; an object store has them when it says so."""
+    """Written under another name, then renamed: nobody reads half a file. One that `is_durable` is on the disk when it
+    is sealed; nobody is told of it before."""
 
-    def __init__(self, files: Any, path: str, nbytes: int, syncs: bool) -> None:
+    def __init__(self, system: FileSystem, path: str, nbytes: int, is_durable: bool) -> None:
         self.memory: Bytes = np.empty(nbytes, np.uint8)
-        self._files, self._path, self._syncs = files, path, syncs
+        self._system, self._files, self._path, self._is_durable = system, system.files, path, is_durable
 
     def seal(self) -> None:
         part = self._path + PART  # a key has one writer
         try:
             with self._files.open(part, "wb") as file:
                 file.write(memoryview(self.memory))  # type: ignore[arg-type]
-                if self._syncs:
-                    file.flush()
-                    os.fsync(file.fileno())
             self._files.mv(part, self._path)
-            if self._syncs:
-                sync_directory(os.path.dirname(self._path))
+            if self._is_durable:
+                self._system.sync(self._path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._files.rm_file(part)
