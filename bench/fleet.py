@@ -130,13 +130,18 @@ class Fleet:
             pair.reader.end()
             pair.writer.end()
 
-    def close(self) -> None:
-        """End every process that was started."""
+    def rest(self) -> None:
+        """End all agents that earlier cases left, and the memory that they keep. They start anew when needed."""
         for system in list(self._pairs):
             self.discard(system)
-        for agent in (self._head, self._plain):
-            if agent is not None:
-                agent.end()
+        if self._plain is not None:
+            self._plain.end()
+
+    def close(self) -> None:
+        """End every process that was started."""
+        self.rest()
+        if self._head is not None:
+            self._head.end()
         self._cwd.cleanup()
 
     def _start(self, system: str, config: dict[str, Any]) -> Pair:

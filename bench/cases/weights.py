@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ def same(trainer: Agent, server: Agent) -> None:
 def updates(bench: Bench) -> list[Row]:
     """Case 22: a full update of one server on the same host, by size and way."""
     rows: list[Row] = []
+    bench.fleet.rest()  # the largest models need all memory
     for nbytes in SIZES[:2] if bench.options.quick else SIZES:
         bench.say(f"weights of {nbytes / 1e9:.1f} GB")
         rows += update_rows(measured(bench, nbytes), nbytes)
@@ -68,9 +69,11 @@ def measured(bench: Bench, nbytes: int) -> Samples:
     opened: list[Callable[[], contextlib.AbstractContextManager[dict[str, Way]]]] = [
         partial(our_way, bench, nbytes, name) for name in OURS
     ]
+    are_together = nbytes <= TOGETHER_NBYTES
     if bench.options.peers:
-        opened.append(partial(other_ways, bench, nbytes))
-    for group in [opened] if nbytes <= TOGETHER_NBYTES else [[one] for one in opened]:
+        names = list(PEERS)
+        opened += [partial(other_ways, bench, nbytes, some) for some in ([names] if are_together else zip(names))]
+    for group in [opened] if are_together else [[one] for one in opened]:
         bench.guard(samples, "ours", partial(rounds, bench, samples, nbytes, group))
     return samples
 
@@ -115,7 +118,7 @@ def our_way(bench: Bench, nbytes: int, name: str) -> Iterator[dict[str, Way]]:
 
 
 @contextlib.contextmanager
-def other_ways(bench: Bench, nbytes: int) -> Iterator[dict[str, Way]]:
+def other_ways(bench: Bench, nbytes: int, names: Sequence[str]) -> Iterator[dict[str, Way]]:
     folder = tempfile.mkdtemp(prefix="tqb-weights-", dir=MEMORY)
     try:
         with agents(bench, "peer-trainer", "peer-server") as (trainer, server):
@@ -123,12 +126,13 @@ def other_ways(bench: Bench, nbytes: int) -> Iterator[dict[str, Way]]:
                 agent.call("weights.build", LONG_S, nbytes=nbytes, seed=seed)
             both(trainer, server, "weights_peers.meet", port=free_port())
             port = server.call("weights_peers.serve")["port"]
-            yield {
+            ways: dict[str, Way] = {
                 "tensors": partial(collective, trainer, server, "weights_peers.broadcast"),
                 "packed": partial(collective, trainer, server, "weights_peers.broadcast_packed"),
                 "files": partial(reloaded, trainer, server, folder),
                 "pickle": partial(posted, trainer, port),
             }
+            yield {name: ways[name] for name in names}
             same(trainer, server)
             server.call("weights_peers.stop_serving")
             both(trainer, server, "weights_peers.part")

@@ -12,13 +12,12 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Iterator
 
 from paths import SOURCES
-from zygote import CHILDREN
+from zygote import CHILDREN, Forked
 
 CODE = "from transfer_queue.cli import main; main()"
 # Whoever imports readline has LINES and COLUMNS of its own terminal in its environment.
@@ -35,11 +34,10 @@ def tq(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def served(run_dir: str) -> Iterator[subprocess.Popen[str]]:
+def served(run_dir: str) -> Iterator[Forked]:
     """A standalone service, ended by SIGTERM."""
-    command = [sys.executable, "-c", CODE, "serve", "--run-dir", run_dir]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
+    server = CHILDREN.start(["-c", CODE, "serve", "--run-dir", run_dir], ENVIRONMENT)
+    with server.stdin, server.stdout:
         assert json.loads(server.stdout.readline())["unix"] == f"{os.path.abspath(run_dir)}/tq.sock"
         try:
             yield server
@@ -57,11 +55,9 @@ class Terminal:
         self.resize(rows, columns)
         self.before = termios.tcgetattr(slave)
         self.text = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CODE, *arguments], stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            env={"TERM": "xterm-256color", **ENVIRONMENT, **environment},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        self.process = CHILDREN.start_on(
+            slave, ["-c", CODE, *arguments], {"TERM": "xterm-256color", **ENVIRONMENT, **environment}
+        )
         self._slave = slave  # kept: what was written is not lost with the process
 
     def resize(self, rows: int, columns: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from forked_members import WHERE
 from paths import SOURCES_AND_HELPERS
-from zygote import CHILDREN
+from zygote import CHILDREN, Forked
 
 CODE = "from transfer_queue_doctor import main; main()"
 FORKED = f"import forked_members; forked_members.use(); {CODE}"
@@ -26,11 +26,16 @@ def environment(token: str = TOKEN) -> dict[str, str]:
     return {**own, "PYTHONPATH": SOURCES_AND_HELPERS, "TQ_TOKEN": token, WHERE: CHILDREN.socket}
 
 
-def command(*arguments: str, space: str = "", first: str = "", code: str = FORKED) -> list[str]:
-    """`tq doctor ARGUMENTS --json`, in a network namespace. `first`: what a shell does there before; its mounts are its
-    own. `code`: with `CODE` it starts the processes of its trials itself."""
-    python = [sys.executable, "-c", code, "doctor", *arguments, "--json"]
+def program(*arguments: str, code: str = FORKED) -> list[str]:
+    """`tq doctor ARGUMENTS --json`, for `python`. `code`: with `CODE` it starts the processes of its trials itself."""
+    return ["-c", code, "doctor", *arguments, "--json"]
+
+
+def elsewhere(of_python: list[str], space: str, first: str) -> list[str]:
+    """The command that runs it in a network namespace. `first`: what a shell does there before; its mounts are its
+    own."""
     inside = ["ip", "netns", "exec", space] if space else []
+    python = [sys.executable, *of_python]
     return [*inside, "sh", "-c", f'{first} && exec "$@"', "sh", *python] if first else [*inside, *python]
 
 
@@ -54,17 +59,28 @@ class Led:
 
 def lead(*arguments: str, others: Sequence[str] = (), token: str = TOKEN, space: str = "", first: str = "") -> Led:
     """Run a trial to its end."""
-    whole = command(*arguments, *(part for one in others for part in ("--with", one)), space=space, first=first)
-    return Led(subprocess.run(whole, env=environment(token), capture_output=True, text=True, timeout=110, check=False))
+    whole = program(*arguments, *(part for one in others for part in ("--with", one)))
+    if not (space or first):
+        return Led(CHILDREN.run(whole, environment(token)))
+    there, has = elsewhere(whole, space, first), environment(token)
+    return Led(subprocess.run(there, env=has, capture_output=True, text=True, timeout=110, check=False))
 
 
 class DoctorHost:
     """An agent that serves, until `close`. `place`: where, as `--with` takes it."""
 
-    def __init__(self, *arguments: str, place: str = "127.0.0.1:0", token: str = TOKEN, **where: str) -> None:
-        self.process = subprocess.Popen(
-            command("--serve", place, *arguments, **where), env=environment(token), stdout=subprocess.PIPE, text=True
-        )
+    def __init__(
+        self, *arguments: str, place: str = "127.0.0.1:0", token: str = TOKEN, space: str = "", first: str = "",
+        code: str = FORKED,
+    ) -> None:  # fmt: skip
+        whole = program("--serve", place, *arguments, code=code)
+        self.process: Forked | subprocess.Popen[bytes]
+        if space or first:
+            there = elsewhere(whole, space, first)
+            self.process = subprocess.Popen(there, env=environment(token), stdout=subprocess.PIPE)
+        else:
+            self.process = CHILDREN.start(whole, environment(token))
+            self.process.stdin.close()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.place = json.loads(line)["address"].removeprefix("tcp:") if line else ""

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import types
 from collections.abc import Mapping, Sequence
 from importlib.abc import InspectLoader
@@ -70,6 +71,11 @@ class Zygote:
         os.close(theirs_in)
         os.close(theirs_out)
         return Forked(conn, ours_in, ours_out)
+
+    def start_on(self, terminal: int, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        """As `start`, with that terminal as its standard streams: it leads a session there."""
+        job = {"arguments": arguments, "environment": dict(environment), "cwd": os.getcwd(), "own": True}
+        return Child(ask(self.socket, {**job, "numbers": [0, 1, 2], "is_on_terminal": True}, [terminal] * 3))
 
     def run(self, arguments: list[str], environment: Mapping[str, str], cwd: str = "") -> Ended:
         """What `subprocess.run` does, with the output as text. The test's own timeout ends it."""
@@ -141,6 +147,9 @@ class Child:
         """Does nothing to a child that has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Forked(Child):
@@ -220,6 +229,10 @@ def become(job: dict[str, Any], path: list[str]) -> None:
         os.close(descriptor)
     if job["own"]:
         os.setsid()
+    if job.get("is_on_terminal"):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", 1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(job["cwd"])
     os.environ.clear()

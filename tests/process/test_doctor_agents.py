@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import until
-from doctors import CODE, TOKEN, DoctorHost, Led, command, environment, lead
+from doctors import CODE, TOKEN, DoctorHost, Led, elsewhere, environment, lead, program
+from zygote import CHILDREN, Forked
 
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
@@ -62,15 +63,16 @@ def agent_here() -> Iterator[DoctorAgent]:
 
 
 @contextlib.contextmanager
-def leading(*others: str, wait_s: str = "0") -> Iterator[subprocess.Popen[str]]:
+def leading(*others: str, wait_s: str = "0") -> Iterator[Forked]:
     """A trial that is under way, killed in the end where it still is; its processes are its children."""
     parts = (part for one in others for part in ("--with", one))
-    whole = command(*SIMPLE, "--wait-s", wait_s, *parts, code=CODE)
-    with subprocess.Popen(whole, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+    process = CHILDREN.start(program(*SIMPLE, "--wait-s", wait_s, *parts, code=CODE), environment())
+    with process.stdin, process.stdout:
         try:
             yield process
         finally:
             process.kill()
+            process.wait()
 
 
 def trouble(done: Led) -> dict[str, str]:
@@ -135,7 +137,7 @@ def test_a_trial_waits_for_a_host_that_listens_later(serve: Callable[..., Doctor
     with leading(place, wait_s="60") as process:
         until(lambda: bool(psutil.Process(process.pid).children()), "the trial's first process")
         serve(*SIMPLE, place=place)
-        assert json.loads(process.communicate(timeout=100)[0])["works"]
+        assert json.loads(process.stdout.read())["works"]
 
 
 def test_an_agent_that_serves_one_trial_ends_with_it(serve: Callable[..., DoctorHost]) -> None:
@@ -184,8 +186,8 @@ def test_an_agent_that_is_ended_takes_its_trial_along(serve: Callable[..., Docto
         left = members(agent)
         assert agent.close() == 0
         assert not any(one.is_running() for one in left)
-        said = json.loads(leader.communicate(timeout=100)[0])
-    assert (said["works"], leader.returncode) == (False, 1)
+        said = json.loads(leader.stdout.read())
+        assert (said["works"], leader.wait(40)) == (False, 1)
     assert {one["code"] for one in said["troubles"]} <= {"unavailable", "deadline", "data_lost"}
 
 
@@ -260,7 +262,7 @@ def test_a_configuration_of_all_hosts_may_listen_everywhere(serve: Callable[...,
 def test_one_line_of_text_for_each_trouble(serve: Callable[..., DoctorHost]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-    words = [word for word in command(*SIMPLE, "--with", place) if word != "--json"]
+    words = [word for word in elsewhere(program(*SIMPLE, "--with", place), "", "") if word != "--json"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("tq: SimpleStorage does not work between these hosts\n")

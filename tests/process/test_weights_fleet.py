@@ -251,6 +251,13 @@ def test_members_join_and_leave_at_any_time(site: Start) -> None:
         here.fleet.leave("x")
 
 
+@pytest.mark.parametrize("name", ["call_timeout_s", "catch_up_timeout_s", "heartbeat_s"])
+def test_a_time_that_nobody_can_wait_for_is_refused_when_a_fleet_is_made(name: str) -> None:
+    for seconds in (float("inf"), float("nan"), -1.0, "10"):
+        with pytest.raises(InvalidInput, match="a number of seconds"):
+            Fleet(**{name: seconds})
+
+
 def test_waiting_for_a_replica_that_cannot_be_reached_says_why(site: Start) -> None:
     here = site(1)
     here.send(1)

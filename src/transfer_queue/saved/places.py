@@ -11,9 +11,14 @@ from transfer_queue.saved.remote import RemoteFolder
 
 
 def folder_at(place: str | os.PathLike[str]) -> Folder:
-    """A directory of this machine, or what a URL with `://` leads to. `ConfigError` where fsspec opens no such URL, and
-    `InvalidInput` for one that went through pathlib, which takes away a slash."""
+    """A directory of this machine, or what a URL leads to. `InvalidInput`: see `is_url`. `ConfigError` where fsspec
+    opens no such URL."""
+    return RemoteFolder(os.fspath(place)) if is_url(place) else LocalFolder(place)
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether it is a URL with `://`. `InvalidInput` for one that went through pathlib, which takes away a slash."""
     text = os.fspath(place)
     if text.partition("/")[0].endswith(":") and "://" not in text:
         raise InvalidInput(f"{text!r} is no directory, and a URL with a slash too few: give URLs as strings")
-    return RemoteFolder(text) if "://" in text else LocalFolder(place)
+    return "://" in text

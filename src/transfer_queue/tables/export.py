@@ -25,6 +25,7 @@ from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.saved.local import new_directory
+from transfer_queue.saved.places import is_url
 from transfer_queue.tables.partition_table import PartitionTable, table
 
 FORMATS = PARQUET, HUGGING_FACE = "parquet", "hf"
@@ -47,6 +48,8 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     """See `transfer_queue.export_table`."""
     if wanted.format not in FORMATS:
         raise InvalidInput(f"format {wanted.format!r:.80}: expected one of {', '.join(FORMATS)}")
+    if is_url(target):
+        raise InvalidInput(f"{target!s:.200} is no path of this machine: export to one, and copy what is there")
     place = Path(os.path.realpath(target))
     is_file = place.suffix == SUFFIX and wanted.format == PARQUET
     if os.path.lexists(place) and not (is_file and wanted.overwrite and place.is_file()):

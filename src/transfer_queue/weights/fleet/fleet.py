@@ -22,7 +22,7 @@ from transfer_queue.weights.fleet.rounds import Round, RoundPause
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.update_session import run_of
 from transfer_queue.weights.transport.clients import Follower
-from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.deadline import Deadline, checked_s
 from transfer_queue.weights.transport.trainer import TrainerEngine
 
 CALL_TIMEOUT_S = 30.0
@@ -72,7 +72,8 @@ class Fleet(Follower):
         if min_ready is not None and min_ready < 1:
             raise InvalidInput(f"at least {min_ready} replicas ready")
         self.pause, self.clear_cache, self.fence_mode = pause, clear_cache, fence
-        self.call_timeout_s, self.catch_up_timeout_s, self.heartbeat_s = call_timeout_s, catch_up_timeout_s, heartbeat_s
+        self.call_timeout_s, self.catch_up_timeout_s = checked_s(call_timeout_s, 0), checked_s(catch_up_timeout_s, 0)
+        self.heartbeat_s = checked_s(heartbeat_s, 0)
         self.publisher: TrainerEngine | None = None
         self.last: RoundReport | None = None
         self._min_ready = min_ready
