@@ -460,6 +460,18 @@ def test_a_schedule_that_is_none_is_refused(bridge: RolloutBridge, shared: tq.Tr
     assert "refused" not in shared.get_partition_list()
 
 
+@pytest.mark.parametrize("name", ["__rank_0_of_1__", "__x__", "", 7])
+def test_a_column_that_is_not_declared_has_a_name_that_a_declared_one_may_have(
+    shared: tq.TransferQueueClient, name: Any
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"u": Numbers()}, others=Inferred(optional=True)))
+    with pytest.raises(SchemaViolation, match="a column's name"):
+        bridge.put("refused", {"u": [1.0], name: [7]})
+    assert "refused" not in shared.get_partition_list()
+    with pytest.raises(InvalidInput, match="not in the schema"):
+        bridge.fetch("refused", "actor", columns=["u", name], timeout_s=0.05)
+
+
 def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:
     bridge.put(step, rollout())
     with pytest.raises(InvalidInput, match="put once"):

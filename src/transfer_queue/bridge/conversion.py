@@ -23,6 +23,7 @@ from transfer_queue.bridge.schema import (
     RolloutColumn,
     RolloutSchema,
     has_all_of,
+    is_name,
     native,
 )
 from transfer_queue.codec.layout import offsets_of
@@ -46,6 +47,9 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     """How many rows it has. Raises `SchemaViolation` for columns that are missing, unknown or of different length."""
     missing = [name for name in schema.required() if batch.get(name) is None]
     unknown = [name for name in batch if schema.column(name) is None]
+    unnamed = [name for name in unknown if not is_name(name)]
+    if unnamed:
+        raise SchemaViolation(f"columns {unnamed}: a column's name is a string that does not begin with __")
     if missing or unknown:
         raise SchemaViolation(f"columns {missing} are missing, and {unknown} are not in the schema {list(schema)}")
     single = [
