@@ -472,6 +472,32 @@ def test_a_column_that_is_not_declared_has_a_name_that_a_declared_one_may_have(
         bridge.fetch("refused", "actor", columns=["u", name], timeout_s=0.05)
 
 
+@pytest.mark.parametrize("told", [
+    {"dp_size": 2}, {"dp_size": 2, "schedule": Schedule(partitions=[[0], [1, 2]])},
+    {"schedule": Schedule(partitions=[[2, 1, 0]])}, {"metadata": {"dp_size": 4}},
+], ids=str)  # fmt: skip
+def test_what_a_put_of_a_prepared_batch_could_not_heed_is_refused(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, told: dict[str, Any]
+) -> None:
+    ready = bridge.prepare(rollout(3))
+    with pytest.raises(InvalidInput):
+        bridge.put("refused", ready, **told)
+    assert "refused" not in shared.get_partition_list()
+
+
+def test_a_number_of_ranks_that_the_schedule_has_not_is_refused(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, step: str
+) -> None:
+    plan = Schedule(partitions=[[0], [1, 2]])
+    with pytest.raises(InvalidInput, match="dp_size=3, and a schedule for 2 ranks"):
+        bridge.put("refused", rollout(3), dp_size=3, schedule=plan)
+    assert "refused" not in shared.get_partition_list()
+    bridge.put(step, bridge.prepare(rollout(3), dp_size=2, schedule=plan), dp_size=2, metadata={"run": 1})
+    there = shared.get_partition(step)
+    assert there is not None
+    assert there["metadata"] == {"run": 1, "dp_size": 2}
+
+
 def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:
     bridge.put(step, rollout())
     with pytest.raises(InvalidInput, match="put once"):
