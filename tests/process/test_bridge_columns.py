@@ -18,6 +18,7 @@ from transfer_queue.bridge import (
     RolloutBridge,
     RolloutColumn,
     RolloutSchema,
+    Schedule,
 )
 from transfer_queue.errors import SchemaViolation
 
@@ -26,6 +27,23 @@ from transfer_queue.errors import SchemaViolation
 def step(shared: tq.TransferQueueClient, request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.node.name
     shared.clear_partition(request.node.name)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "bool", "uint64"])
+def test_truth_values_of_numpy_are_numbers_of_a_row(shared: tq.TransferQueueClient, step: str, dtype: str) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"masks": Ragged(dtype=dtype)}))
+    bridge.put(step, {"masks": [list(np.array([True, False])), [1, np.True_, 0], []]})
+    found = bridge.fetch(step, "actor", timeout_s=5)["masks"]
+    assert [row.tolist() for row in found] == [[1, 0], [1, 1, 0], []]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_column_may_be_a_nested_tensor(shared: tq.TransferQueueClient, step: str, layout: torch.layout) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"tokens": Ragged()}))
+    column = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=layout)
+    bridge.put(step, {"tokens": column}, schedule=Schedule(partitions=[[1, 0]]))
+    assert [row.tolist() for row in bridge.fetch(step, "actor", timeout_s=5)["tokens"]] == [[3], [1, 2]]
 
 
 @pytest.mark.parametrize(
