@@ -20,7 +20,7 @@ from transfer_queue.weights.http import serve
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.digest import digest_tensor
 
-model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2))
+model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2)).to(torch.float32)
 receiver, gate = Receiver(Swap(model)), Gate()
 with serve(Control(registry.engine("tcp")(receiver), receiver, generation=gate), token="token") as server:
     print(server.url)
@@ -54,7 +54,7 @@ def asked(server: Child) -> list[str]:
 
 def test_a_server_has_what_the_iterator_gave_in_every_sync(server: Child) -> None:
     model = new_model()
-    transfer = TrlTransfer(model, WeightSyncClient(server.line(), "token"))
+    transfer = TrlTransfer(WeightSyncClient(server.line(), "token"))
     transfer.init_weight_transfer()
     for step in (1, 2):
         torch.nn.init.constant_(model[0].weight, step)
@@ -69,9 +69,26 @@ def test_a_server_has_what_the_iterator_gave_in_every_sync(server: Child) -> Non
     server.finish()
 
 
+def test_the_first_sync_says_what_the_later_ones_send(child: Callable[[str], Child]) -> None:
+    """TRL loads the model by itself: nobody else has its dtypes, and which of its parameters are trained."""
+    model, server = new_model().bfloat16(), child(SERVER.replace("torch.float32", "torch.bfloat16"))
+    model[0].requires_grad_(False)
+    transfer = TrlTransfer(WeightSyncClient(server.line(), "token"))
+    transfer.init_weight_transfer()
+    for version in ("1", "2"):
+        torch.nn.init.constant_(model[1].weight, float(version))
+        transfer.pause()
+        transfer.send_weights(given(model))
+        transfer.resume()
+        assert asked(server) == [version, "False", *(digest_tensor(one.detach()) for one in model.parameters())]
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
 def test_a_pause_of_somebody_else_outlasts_a_sync(server: Child) -> None:
     model, client = new_model(), WeightSyncClient(server.line(), "token")
-    transfer = TrlTransfer(model, client)
+    transfer = TrlTransfer(client)
     transfer.init_weight_transfer()
     client.pause_generation("keep")
     transfer.pause()
@@ -97,7 +114,7 @@ class OlderClient(WeightSyncClient):
 
 def test_a_client_whose_resume_takes_no_owner_goes_on_after_a_sync(server: Child) -> None:
     model = new_model()
-    transfer = TrlTransfer(model, OlderClient(server.line(), "token"))
+    transfer = TrlTransfer(OlderClient(server.line(), "token"))
     transfer.init_weight_transfer()
     transfer.pause()
     transfer.send_weights(given(model))
@@ -110,9 +127,11 @@ def test_a_client_whose_resume_takes_no_owner_goes_on_after_a_sync(server: Child
 
 def test_an_iterator_that_gives_other_tensors_leaves_the_server_as_it_was(server: Child) -> None:
     model = new_model()
-    transfer = TrlTransfer(model, WeightSyncClient(server.line(), "token"))
+    transfer = TrlTransfer(WeightSyncClient(server.line(), "token"))
+    unread = given(model)
     with pytest.raises(NotOpen):
-        transfer.send_weights(given(model))
+        transfer.send_weights(unread)
+    assert list(unread) == []
     transfer.init_weight_transfer()
     transfer.send_weights(given(model))
     before = asked(server)
