@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Child
+from safetensors.torch import save_file
 
-from transfer_queue.errors import NotOpen, ShapeMismatch
+from transfer_queue.errors import Incomplete, NotOpen, ShapeMismatch
 from transfer_queue.integrations.trl_weights import TrlTransfer
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.version.digest import digest_tensor
+from transfer_queue.weights.version.sources import SafetensorsSource
 
 SERVER = """
 import torch
@@ -80,6 +83,31 @@ def test_the_first_sync_says_what_the_later_ones_send(child: Callable[[str], Chi
         transfer.pause()
         transfer.send_weights(given(model))
         transfer.resume()
+        assert asked(server) == [version, "False", *(digest_tensor(one.detach()) for one in model.parameters())]
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
+def trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As TRL gives a model of which it has frozen a part."""
+    yield from ((name, one.detach()) for name, one in model.named_parameters() if one.requires_grad)
+
+
+def test_what_trl_has_frozen_comes_from_the_checkpoint(server: Child, tmp_path: Path) -> None:
+    model, url = new_model(), server.line()
+    save_file({**model.state_dict(), "lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    model[0].requires_grad_(False)
+    lacking = TrlTransfer(WeightSyncClient(url, "token"))
+    lacking.init_weight_transfer()
+    with pytest.raises(Incomplete, match="`frozen`"):
+        lacking.send_weights(trained(model))
+    lacking.destroy()
+    transfer = TrlTransfer(WeightSyncClient(url, "token"), frozen=SafetensorsSource(tmp_path))
+    transfer.init_weight_transfer()
+    for version in ("1", "2"):
+        torch.nn.init.constant_(model[1].weight, float(version))
+        transfer.send_weights(trained(model))
         assert asked(server) == [version, "False", *(digest_tensor(one.detach()) for one in model.parameters())]
     transfer.destroy()
     server.say()

@@ -6,26 +6,28 @@ trainer = AsyncGRPOTrainer(..., weight_transfer=TrlTransfer(WeightSyncClient(url
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from transfer_queue.errors import NotOpen
+from transfer_queue.errors import Incomplete, NotOpen
 from transfer_queue.integrations.refit import Named, read_along
+from transfer_queue.integrations.workers.headers import HEAD
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.clients import takes_owner
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.trainer import TrainerEngine
-from transfer_queue.weights.version.sources import TensorMeta
+from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 
 DEADLINE_S = 600.0
 
 
 class TrlTransfer:
     """The five methods of TRL 1.16's `weight_transfer`, in the place of its own over NCCL, on the main process. It is a
-    source of weights, too: a version is what TRL's iterator gives, read once, in TRL's thread.
+    source of weights, too: a version is what TRL's iterator gives, read once, in TRL's thread, and what is frozen.
 
     The servers keep their weights, paused, when a sync fails; it raises what `TrainerEngine.send_weights` raises.
     """
@@ -34,14 +36,19 @@ class TrlTransfer:
         self,
         client: WeightSyncClient,
         *,
+        frozen: WeightSource | None = None,
         deadline_s: float = DEADLINE_S,
         **init_info: Any,
     ) -> None:
-        """`init_info`: of the transport tcp, as `host`."""
-        self._client, self._deadline_s = client, deadline_s
+        """`frozen` has the tensors that TRL does not train, and so does not give, such as those of a vision tower:
+        `SafetensorsSource(folder)` of the checkpoint, of which these are kept, on the host. A head
+        (`lm_head.weight`) is not taken from there: TRL trains it, or has it as the embeddings. `init_info`: of the
+        transport tcp, as `host`."""
+        self._client, self._frozen, self._deadline_s = client, frozen, deadline_s
         self._init_info = init_info
         self._specs: list[TensorMeta] = []
         self._given: Iterator[Named] = iter(())
+        self._rest: list[Named] = []  # of every version, after what is given
         self._trainer: TrainerEngine | None = None
         self._is_open = False
         self._run_id = ""  # of the trainer that was there last: its are the pauses
@@ -60,7 +67,7 @@ class TrlTransfer:
 
         Nothing but the first iterator says what TRL sends: it is read to its end, to the host, before it is packed.
         The next ones are read as they are packed, and have to give the same names, dtypes and shapes
-        (`ShapeMismatch`).
+        (`ShapeMismatch`). `Incomplete`: the servers' model has more than was given and is `frozen`.
         """
         try:
             if not self._is_open:
@@ -69,6 +76,8 @@ class TrlTransfer:
             self._given = iterator
             trainer = self._trainer or self._met(iterator)
             trainer.send_weights(deadline_s=deadline.left())
+        except Incomplete as error:
+            raise Incomplete(f"{error}: TRL gives what it trains, the rest has to come as `frozen`") from error
         finally:
             self._given = iter(())
             read_along(iterator)  # after a fault the other ranks are still in its collectives
@@ -76,7 +85,10 @@ class TrlTransfer:
     def _met(self, iterator: Iterable[Named]) -> TrainerEngine:
         """The trainer, once it has met the servers, with the first version read."""
         first = deque((name, tensor.detach().cpu()) for name, tensor in iterator)
-        self._specs = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in first]
+        names = {name for name, _ in first}
+        rest = self._frozen.tensors() if self._frozen is not None else iter(())
+        self._rest = [(name, tensor.cpu()) for name, tensor in rest if not (name in names or name.endswith(HEAD))]
+        self._specs = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in (*first, *self._rest)]
         self._given = _drained(first)
         info = {**self._init_info, "run_id": self._run_id}
         self._trainer = registry.trainer("tcp").trainer_init(info, client=self._client, source=self)
@@ -103,7 +115,7 @@ class TrlTransfer:
         return list(self._specs)
 
     def tensors(self) -> Iterator[Named]:
-        for name, tensor in self._given:
+        for name, tensor in itertools.chain(self._given, self._rest):
             yield name, tensor.detach().contiguous()
 
     def aliases(self) -> dict[str, str]:
