@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Child
+from conftest import Child, until
 from safetensors.torch import save_file
 
-from transfer_queue.errors import Incomplete, NotOpen, ShapeMismatch
+from transfer_queue.errors import Incomplete, NotOpen, ServiceUnavailable, ShapeMismatch
+from transfer_queue.integrations import trl_weights
 from transfer_queue.integrations.trl_weights import TrlTransfer
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.version.digest import digest_tensor
 from transfer_queue.weights.version.sources import SafetensorsSource
 
 SERVER = """
+PORT = 0
 import torch
 from transfer_queue.weights import Control, Gate, Receiver, Swap
 from transfer_queue.weights.http import serve
@@ -25,7 +29,7 @@ from transfer_queue.weights.version.digest import digest_tensor
 
 model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 2)).to(torch.float32)
 receiver, gate = Receiver(Swap(model)), Gate()
-with serve(Control(registry.engine("tcp")(receiver), receiver, generation=gate), token="token") as server:
+with serve(Control(registry.engine("tcp")(receiver), receiver, generation=gate), port=PORT, token="token") as server:
     print(server.url)
     while input():
         with receiver.reading() as live:
@@ -109,6 +113,33 @@ def test_what_trl_has_frozen_comes_from_the_checkpoint(server: Child, tmp_path: 
         torch.nn.init.constant_(model[1].weight, float(version))
         transfer.send_weights(trained(model))
         assert asked(server) == [version, "False", *(digest_tensor(one.detach()) for one in model.parameters())]
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
+def test_a_server_that_still_loads_is_waited_for(
+    child: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trl_weights, "LOOK_S", 0.01)
+    caplog.set_level("INFO", trl_weights.log.name)
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        port = unheard.getsockname()[1]
+        client = WeightSyncClient(f"http://127.0.0.1:{port}", "token")
+        with pytest.raises(ServiceUnavailable):
+            TrlTransfer(client, deadline_s=0.1).init_weight_transfer()
+        caplog.clear()
+        transfer = TrlTransfer(client, deadline_s=60.0)
+        waiting = threading.Thread(target=transfer.init_weight_transfer)
+        waiting.start()
+        until(lambda: "do not answer yet" in caplog.text, "a look in vain")
+    server = child(SERVER.replace("PORT = 0", f"PORT = {port}"))
+    server.line()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    transfer.send_weights(given(new_model()))
+    assert asked(server)[:2] == ["1", "False"]
     transfer.destroy()
     server.say()
     server.finish()

@@ -7,12 +7,14 @@ trainer = AsyncGRPOTrainer(..., weight_transfer=TrlTransfer(WeightSyncClient(url
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from transfer_queue.errors import Incomplete, NotOpen
+from transfer_queue.errors import Incomplete, NotOpen, ServiceUnavailable
 from transfer_queue.integrations.refit import Named, read_along
 from transfer_queue.integrations.workers.headers import HEAD
 from transfer_queue.weights.http import WeightSyncClient
@@ -22,7 +24,9 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 
+log = logging.getLogger("transfer_queue.weights")
 DEADLINE_S = 600.0
+LOOK_S = 2.0  # between two looks whether servers answer
 
 
 class TrlTransfer:
@@ -54,7 +58,18 @@ class TrlTransfer:
         self._run_id = ""  # of the trainer that was there last: its are the pauses
 
     def init_weight_transfer(self) -> None:
-        """The servers meet the trainer in the first sync."""
+        """Wait until all servers answer, for `deadline_s` at most: one that loads its model does not. They meet the
+        trainer in the first sync. Raises `ServiceUnavailable`."""
+        give_up = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                self._client.silent_workers()
+                break
+            except ServiceUnavailable as error:
+                if time.monotonic() + LOOK_S > give_up:
+                    raise
+                log.info("the inference servers do not answer yet: %s", error)
+            time.sleep(LOOK_S)
         self._run_id = str(self._init_info.get("run_id") or secrets.token_hex(8))
         self._is_open = True
 
