@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from transfer_queue.bridge import (
     Objects,
     Ragged,
     RolloutBridge,
-    RolloutColumn,
     RolloutSchema,
     Schedule,
 )
@@ -96,84 +95,6 @@ def test_numbers_may_be_scalars_of_numpy_and_torch(bridge: RolloutBridge, step: 
     assert bridge.fetch(step, "actor", 0, timeout_s=5)["rewards"].tolist() == batch["rewards"]
 
 
-@pytest.mark.parametrize(
-    ("stored", "values", "asked"),
-    [
-        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="int32")),
-        (Ragged(dtype="int64"), [[2**40]], Ragged(dtype="float64")),
-        (Ragged(dtype="float32"), [[1.5]], Ragged(dtype="int64")),
-        (Numbers(dtype="float64"), [1.5], Numbers(dtype="int64")),
-        (Numbers(dtype="float64"), [0.1], Numbers(dtype="float32")),
-        (Numbers(), [1.5], Ragged(dtype="float32")),
-        (Ragged(dtype="float32"), [[1.5]], Numbers()),
-        (Objects(), [{"a": 1}], Numbers()),
-        (Objects(), [{"a": 1}], Ragged()),
-    ],
-)  # fmt: skip
-def test_a_rank_with_another_schema_gets_no_other_numbers(
-    shared: tq.TransferQueueClient, step: str, stored: Any, values: Any, asked: Any
-) -> None:
-    RolloutBridge(shared, RolloutSchema({"x": stored})).put(step, {"x": values})
-    with pytest.raises(SchemaViolation, match="'x'"):
-        RolloutBridge(shared, RolloutSchema({"x": asked})).fetch(step, "actor", timeout_s=5)
-
-
-@pytest.mark.parametrize(
-    ("column", "values"),
-    [
-        (Numbers(), [np.complex64(1 + 2j)]), (Ragged(dtype="float32"), [[np.complex64(1 + 2j)]]),
-        (Numbers(dtype="int64"), [torch.tensor(3.7)]), (Ragged(), [[1], torch.tensor(3)]),
-        (Ragged(dtype="float32"), [torch.ones(2, device="meta")]),
-        (Ragged(dtype="float32"), [torch.ones(2).to(torch.float8_e4m3fn)]),
-        (Ragged(dtype="float32"), [torch.ones(2, dtype=torch.complex64).conj()]),
-    ],
-)  # fmt: skip
-def test_what_is_no_such_number_is_refused_with_its_field(
-    shared: tq.TransferQueueClient, column: Any, values: list[Any]
-) -> None:
-    with pytest.raises(SchemaViolation, match=r"row [01], field 'x'"):
-        RolloutBridge(shared, RolloutSchema({"x": column})).put("refused", {"x": values})
-
-
-@pytest.mark.parametrize(
-    ("column", "values"),
-    [
-        (Ragged(shape=(3,)), [[[1, 2, 3]], []]), (Ragged(), [torch.tensor([1, 2]), torch.tensor([])]),
-        (Ragged(), [np.array([1]), np.array([])]), (Ragged(dtype="bool"), [[True, False], []]),
-    ],
-)  # fmt: skip
-def test_an_empty_row_is_of_any_dtype(
-    shared: tq.TransferQueueClient, step: str, column: Any, values: list[Any]
-) -> None:
-    bridge = RolloutBridge(shared, RolloutSchema({"x": column}))
-    bridge.put(step, {"x": values})
-    first, empty = bridge.fetch(step, "actor", timeout_s=5)["x"]
-    assert (first.tolist(), len(empty), str(empty.dtype)) == (
-        torch.as_tensor(values[0]).tolist(), 0, f"torch.{column.dtype}",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.array(["a", "b"]), [np.str_("a"), "b"], np.array([b"a", b"b"]), np.array(["2020-01-01"], "datetime64[D]"),
-        [np.complex64(1 + 2j)], [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)],
-        [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to(torch.float8_e4m3fn)],
-    ],
-)  # fmt: skip
-def test_what_is_inferred_comes_back_as_it_was(shared: tq.TransferQueueClient, step: str, values: Any) -> None:
-    bridge = RolloutBridge(shared, RolloutSchema({"x": Inferred()}))
-    bridge.put(step, {"x": values})
-    found = bridge.fetch(step, "actor", timeout_s=5)["x"]
-    for got, was in zip(found, values, strict=True):
-        assert type(got) is type(was)
-        assert (
-            (got.tolist(), str(getattr(got, "dtype", ""))) == (was.tolist(), str(was.dtype))
-            if hasattr(was, "dtype")
-            else got == was
-        )
-
-
 def test_a_fetch_that_fails_takes_nothing(shared: tq.TransferQueueClient, step: str) -> None:
     schema = RolloutSchema({"t": Ragged(), "values": Ragged(dtype="float32", optional=True)})
     bridge = RolloutBridge(shared, schema)
@@ -186,51 +107,6 @@ def test_a_fetch_that_fails_takes_nothing(shared: tq.TransferQueueClient, step: 
     assert [row.tolist() for row in bridge.fetch(step, "actor", timeout_s=5)["t"]] == [[1, 2], [3]]
     with pytest.raises(DeadlineExceeded):
         bridge.fetch(step, "actor", timeout_s=0.05)
-
-
-def test_a_rank_with_a_wider_schema_gets_its_dtype(shared: tq.TransferQueueClient, step: str) -> None:
-    narrow = RolloutSchema({"n": Numbers(dtype="int32"), "r": Ragged(dtype="float32")})
-    RolloutBridge(shared, narrow).put(step, {"n": [7, 8], "r": [[0.5], []]})
-    wide = RolloutSchema({"n": Numbers(dtype="int64"), "r": Ragged(dtype="float64")})
-    got = RolloutBridge(shared, wide).fetch(step, "actor", timeout_s=5)
-    assert (got["n"].dtype, got["n"].tolist()) == (torch.int64, [7, 8])
-    assert [(row.dtype, row.tolist()) for row in got["r"]] == [(torch.float64, [0.5]), (torch.float64, [])]
-
-
-@pytest.mark.parametrize("form", ["tensors", "arrays", "lists"])
-@pytest.mark.parametrize(
-    "dtype",
-    ["bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
-     "longlong", "ulonglong", ">i4", ">f8"],
-)  # fmt: skip
-def test_each_dtype_comes_back_in_each_form(
-    shared: tq.TransferQueueClient, step: str, dtype: str, form: Literal["tensors", "arrays", "lists"]
-) -> None:
-    wanted = np.dtype(np.dtype(dtype).name)
-    most: Any = np.ones(1, wanted)[0] if wanted.kind in "bf" else np.iinfo(wanted).max
-    numbers = np.array([0, most, most], wanted)
-    ragged = [numbers, numbers[1:]]
-    batches: dict[str, tuple[RolloutColumn, list[Any]]] = {
-        "numbers": (Numbers(dtype=dtype), numbers[1:].tolist()),
-        "ragged": (Ragged(dtype=dtype), [row.tolist() for row in ragged]),
-        "steps": (Ragged(dtype=dtype, shape=(1,)), [row[:, None].tolist() for row in ragged]),
-        "inferred": (Inferred(), [row.astype(dtype) for row in ragged]),
-        "scalars": (Inferred(), [torch.from_numpy(numbers)[place] for place in (0, 1)]),
-    }
-    bridge = RolloutBridge(shared, RolloutSchema({name: column for name, (column, _) in batches.items()}))
-    bridge.put(step, {name: values for name, (_, values) in batches.items()})
-    found = bridge.fetch(step, "actor", form=form, timeout_s=5)
-    plain: Callable[[Any], list[Any]] = list if form == "lists" else lambda got: got.tolist()
-    kind = {"tensors": torch.Tensor, "arrays": np.ndarray, "lists": list}[form]
-    for got in (found["numbers"], found["scalars"], *found["ragged"], *found["steps"], *found["inferred"]):
-        assert type(got) is kind
-    for got in (found["numbers"], *found["ragged"], *found["steps"], *found["inferred"]):
-        assert form == "lists" or str(got.dtype).removeprefix("torch.") == wanted.name
-    assert plain(found["numbers"]) == numbers[1:].tolist()
-    assert plain(found["scalars"]) == numbers[:2].tolist()
-    for name in ("ragged", "inferred"):
-        assert [plain(row) for row in found[name]] == [row.tolist() for row in ragged]
-    assert [plain(row) for row in found["steps"]] == [row[:, None].tolist() for row in ragged]
 
 
 def test_columns_come_as_arrays_or_lists_where_asked(bridge: RolloutBridge, step: str) -> None:
@@ -250,38 +126,6 @@ def test_a_list_of_arrays_is_one_ragged_column_of_what_is_stored(bridge: Rollout
     stored = bridge.client.get_data(meta)
     assert stored["experts"].is_nested
     assert (stored["experts"].dtype, stored["tokens"].dtype) == (torch.uint8, torch.int32)
-
-
-@pytest.mark.parametrize("column", [
-    (Numbers(dtype="bool"), np.array([0, 2])), (Numbers(dtype="float64"), [(1 << 53) + 1, 0]),
-    (Numbers(dtype="float16"), [2049, 0.5]), (Ragged(dtype="int64", stored="bool"), [np.array([0, 2]), [1]]),
-    (Ragged(dtype="bool"), [[0, 2], [1]]), (Ragged(dtype="float16"), [[2049, 0.5], [1]]),
-    (Ragged(dtype="float64"), [np.array([(1 << 63) - 1]), np.array([0])]),
-    (Ragged(dtype="float64"), [np.array([(1 << 64) - 1], np.uint64), np.array([0])]),
-    (Ragged(dtype="float32", shape=(1,)), [[[(1 << 24) + 1], [0.5]], [[1.0]]]),
-    (Ragged(dtype="uint64"), [np.array([-1]), np.array([0])]),
-], ids=str)  # fmt: skip
-def test_a_number_that_would_come_back_as_another_is_refused(shared: tq.TransferQueueClient, column: Any) -> None:
-    kind, values = column
-    with pytest.raises(SchemaViolation, match="field 'x'"):
-        RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": values})
-    assert "refused" not in shared.get_partition_list()
-
-
-@pytest.mark.parametrize("column", [
-    (Numbers(dtype="bool"), np.array([0, 1])), (Numbers(dtype="float64"), [1 << 60, 0.1]),
-    (Ragged(dtype="float32"), [[float("inf"), 1 << 30, 0.5], np.array([1 << 40])]),
-    (Ragged(dtype="int64", stored="bool"), [np.array([0, 1]), [True]]),
-    (Ragged(dtype="float64"), [np.array([-(1 << 63), 1 << 62]), np.array([1 << 63], np.uint64)]),
-    (Inferred(), [(1 << 53) + 1, 0.5]), (Inferred(), [[(1 << 53) + 1], [0.5]]), (Inferred(), [1 << 53, 0.5]),
-], ids=str)  # fmt: skip
-def test_numbers_come_back_as_they_were(bridge: RolloutBridge, step: str, column: Any) -> None:
-    kind, values = column
-    bridge = RolloutBridge(bridge.client, RolloutSchema({"x": kind}))
-    bridge.put(step, {"x": values})
-    found = bridge.fetch(step, "actor", 0, timeout_s=5)["x"]
-    for got, was in zip(found, values, strict=True):
-        assert np.asarray(got).tolist() == np.asarray(was).tolist()
 
 
 def test_derived_columns_reach_who_waits_for_them(bridge: RolloutBridge, step: str) -> None:
@@ -458,6 +302,44 @@ def test_a_schedule_that_is_none_is_refused(bridge: RolloutBridge, shared: tq.Tr
     with pytest.raises(InvalidInput):
         bridge.put("refused", rollout(3), schedule=BAD_SCHEDULES[why])
     assert "refused" not in shared.get_partition_list()
+
+
+@pytest.mark.parametrize("name", ["__rank_0_of_1__", "__x__", "", 7])
+def test_a_column_that_is_not_declared_has_a_name_that_a_declared_one_may_have(
+    shared: tq.TransferQueueClient, name: Any
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"u": Numbers()}, others=Inferred(optional=True)))
+    with pytest.raises(SchemaViolation, match="a column's name"):
+        bridge.put("refused", {"u": [1.0], name: [7]})
+    assert "refused" not in shared.get_partition_list()
+    with pytest.raises(InvalidInput, match="not in the schema"):
+        bridge.fetch("refused", "actor", columns=["u", name], timeout_s=0.05)
+
+
+@pytest.mark.parametrize("told", [
+    {"dp_size": 2}, {"dp_size": 2, "schedule": Schedule(partitions=[[0], [1, 2]])},
+    {"schedule": Schedule(partitions=[[2, 1, 0]])}, {"metadata": {"dp_size": 4}},
+], ids=str)  # fmt: skip
+def test_what_a_put_of_a_prepared_batch_could_not_heed_is_refused(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, told: dict[str, Any]
+) -> None:
+    ready = bridge.prepare(rollout(3))
+    with pytest.raises(InvalidInput):
+        bridge.put("refused", ready, **told)
+    assert "refused" not in shared.get_partition_list()
+
+
+def test_a_number_of_ranks_that_the_schedule_has_not_is_refused(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, step: str
+) -> None:
+    plan = Schedule(partitions=[[0], [1, 2]])
+    with pytest.raises(InvalidInput, match="dp_size=3, and a schedule for 2 ranks"):
+        bridge.put("refused", rollout(3), dp_size=3, schedule=plan)
+    assert "refused" not in shared.get_partition_list()
+    bridge.put(step, bridge.prepare(rollout(3), dp_size=2, schedule=plan), dp_size=2, metadata={"run": 1})
+    there = shared.get_partition(step)
+    assert there is not None
+    assert there["metadata"] == {"run": 1, "dp_size": 2}
 
 
 def test_a_step_is_put_once(bridge: RolloutBridge, step: str) -> None:

@@ -62,6 +62,7 @@ def test_generation_workers_receive_what_the_first_policy_rank_sends_in_every_re
 ) -> None:
     beside = [child(WORKER) for _ in range(3)]
     engine = NemoRefitTransport(bucket_size=1 << 20, timeout_s=30.0)
+    assert (engine.cleanup_after_load, engine.shard_hf_weights) == (True, False)  # read without a default
     assert engine.get_target_weight_layout() is None
     for step in (1, 2):
         tensors = {"embed": torch.full((900, 400), float(step)).bfloat16(), "norm": torch.full((7,), float(step))}

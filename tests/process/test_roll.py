@@ -70,6 +70,18 @@ def test_a_batch_that_travels_is_read_where_it_arrives(backend: None, child: Cal
     assert tq.kv_list("step_0") == {}
 
 
+def test_a_batch_may_have_no_rows(backend: None) -> None:
+    batch = roll.put("step_0", [], {"x": torch.ones(0, 8, dtype=torch.int64), "t": np.array([], object)}, 0)
+    assert (len(batch), batch.materialize(["x"])["x"].shape) == (0, (0, 8))
+    travelled = pickle.loads(pickle.dumps(batch))  # noqa: S301
+    found = travelled.materialize()
+    assert (found.batch_size, {name: len(found[name]) for name in found.keys()}) == ((0,), {"x": 0, "t": 0})  # noqa: SIM118
+    travelled.drop()
+    assert tq.kv_list("step_0") == {}
+    with pytest.raises(InvalidInput):
+        roll.put("step_0", ["a"], {"x": torch.ones(0)}, 0)
+
+
 def test_later_columns_join_the_rows(backend: None) -> None:
     roll.put("step_0", IDS, {"x": torch.ones(3, 2)}, 3)
     roll.put("step_0", IDS[:2], {"y": torch.zeros(2)}, 2)

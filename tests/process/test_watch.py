@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hosts import Host
 import transfer_queue as tq
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
+from transfer_queue.integrations import verl_replay
 
 CHANGES: dict[str, Callable[[], Any]] = {
     "a new key": lambda: tq.kv_put("new", "p", {"x": torch.ones(1)}),
@@ -26,11 +29,16 @@ CHANGES: dict[str, Callable[[], Any]] = {
 def watching(partition: str | None, since: Any, timeout_s: float = 20) -> tuple[threading.Thread, list[Any]]:
     """A thread that watches; when it parked."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(tq.kv_watch(partition, since, timeout_s)))
+    return parked(lambda: found.append(tq.kv_watch(partition, since, timeout_s))), found
+
+
+def parked(call: Callable[[], Any]) -> threading.Thread:
+    """A thread that makes this call; when it waits in the service."""
+    thread = threading.Thread(target=call)
     thread.start()
     while not tq.get_client().stats()["waiting_requests"]:
         assert thread.is_alive()
-    return thread, found
+    return thread
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -100,3 +108,41 @@ def test_from_another_host(start_host: Callable[..., Host]) -> None:
     head.kv_put(["a"], "p", {"x": torch.zeros(1)})
     thread.join(10)
     assert list(found[0].versions) == ["p"]
+
+
+class PollingBuffer:
+    """verl's own, as far as it waits."""
+
+    poll_interval = 20.0
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        tq.kv_list()
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        assert self.poll_interval == 0.0
+        return last_debug_time + 1.0
+
+
+class OwnListing(PollingBuffer):
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        tq.kv_list("train")
+
+
+@pytest.mark.parametrize("kind", [PollingBuffer, OwnListing])
+def test_a_buffer_of_verl_waits_each_time_also_where_its_class_lists_by_itself(
+    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch, kind: type[PollingBuffer]
+) -> None:
+    module: Any = ModuleType(verl_replay.MODULE)
+    module.ReplayBuffer = PollingBuffer
+    monkeypatch.setitem(sys.modules, verl_replay.MODULE, module)
+    for name in (verl_replay.SYNC, verl_replay.WAIT):
+        monkeypatch.setattr(PollingBuffer, name, getattr(PollingBuffer, name))
+    verl_replay.install()
+    buffer, ended = kind(), []
+    for number in range(3):
+        buffer._sync_metadata_from_transfer_queue()
+        thread = parked(lambda: ended.append(buffer._wait_for_next_poll("train", 1.0)))
+        tq.kv_put("a", "train", tag={"n": number})
+        thread.join(10)
+        assert ended == [2.0] * (number + 1)
+    assert buffer.poll_interval == 20.0

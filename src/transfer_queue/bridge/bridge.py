@@ -70,11 +70,14 @@ class RolloutBridge:
         self.schema = schema
         self.dedupe = dedupe
 
-    def prepare(self, batch: Mapping[str, Any], *, dp_size: int = 1, schedule: Schedule | None = None) -> Prepared:
+    def prepare(
+        self, batch: Mapping[str, Any], *, dp_size: int | None = None, schedule: Schedule | None = None
+    ) -> Prepared:
         """What `put` does before it stores anything: for those who wait in between. Raises as it does."""
         rows = checked_batch(batch, self.schema)
-        plan = Schedule.even(rows, dp_size) if schedule is None else schedule
+        plan = Schedule.even(rows, 1 if dp_size is None else dp_size) if schedule is None else schedule
         plan.check(rows)
+        _check_told(plan, dp_size)
         order = [row for part in plan.partitions for row in part]
         return Prepared(stored_columns(batch, self.schema, order), plan)
 
@@ -83,21 +86,28 @@ class RolloutBridge:
         partition_id: str,
         batch: Mapping[str, Any] | Prepared,
         *,
-        dp_size: int = 1,
+        dp_size: int | None = None,
         schedule: Schedule | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> list[BatchMeta]:
         """Store a step: the rows of `batch`, columns by name, dealt to ranks as `schedule` says, or evenly to `dp_size`
-        of them; or what `prepare` made of one. Returns the metadata of each rank's rows.
+        of them (default: 1); or what `prepare` made of one, which has its schedule. Returns the metadata of each rank's
+        rows. `metadata`: of the partition (`set_partition`); `dp_size` in it is the bridge's.
 
         A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
         is converted and checked before anything is stored, and all ranks get theirs in one step of the service, as it
         ends; a writer that is killed before leaves nothing to any. Of several that put one step at once, one does.
         Waits for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a
-        schedule that is none and for a step that is there already, `StoreFull`; no row of this call is there then.
+        schedule that is none, arguments that say another one, and a step that is there already, `StoreFull`; no row of
+        this call is there then.
         """
+        if DP_SIZE in (metadata or {}):
+            raise InvalidInput(f"metadata: {DP_SIZE!r} is what the bridge says itself")
+        if isinstance(batch, Prepared) and schedule is not None:
+            raise InvalidInput("a batch that was prepared has its schedule: give this one to `prepare`")
         ready = batch if isinstance(batch, Prepared) else self.prepare(batch, dp_size=dp_size, schedule=schedule)
         plan = ready.schedule
+        _check_told(plan, dp_size)
         sizes = {MARKER.format(rank, plan.dp_size): len(part) for rank, part in enumerate(plan.partitions)}
         ends = [0, *itertools.accumulate(map(len, plan.partitions))]
         session = self.client.session
@@ -221,6 +231,11 @@ class RolloutBridge:
     def clear(self, partition_id: str) -> None:
         """The step is over; nobody waits for it any more, and its memory is free."""
         self.client.clear_partition(partition_id)
+
+
+def _check_told(plan: Schedule, dp_size: int | None) -> None:
+    if dp_size not in (None, plan.dp_size):
+        raise InvalidInput(f"dp_size={dp_size}, and a schedule for {plan.dp_size} ranks")
 
 
 def _marker(ready: Prepared, rank: int) -> list[Any]:

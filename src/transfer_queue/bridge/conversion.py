@@ -23,6 +23,7 @@ from transfer_queue.bridge.schema import (
     RolloutColumn,
     RolloutSchema,
     has_all_of,
+    is_name,
     native,
 )
 from transfer_queue.codec.layout import offsets_of
@@ -46,6 +47,9 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     """How many rows it has. Raises `SchemaViolation` for columns that are missing, unknown or of different length."""
     missing = [name for name in schema.required() if batch.get(name) is None]
     unknown = [name for name in batch if schema.column(name) is None]
+    unnamed = [name for name in unknown if not is_name(name)]
+    if unnamed:
+        raise SchemaViolation(f"columns {unnamed}: a column's name is a string that does not begin with __")
     if missing or unknown:
         raise SchemaViolation(f"columns {missing} are missing, and {unknown} are not in the schema {list(schema)}")
     single = [
@@ -54,10 +58,15 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     ]  # fmt: skip
     if single:
         raise SchemaViolation(f"columns {single} have no rows: a column has one item for each", None, single[0])
-    sizes = {name: len(column) for name, column in batch.items() if column is not None}
+    sizes = {name: _num_rows(column) for name, column in batch.items() if column is not None}
     if len(set(sizes.values())) != 1:
         raise SchemaViolation(f"the columns have different numbers of rows: {sizes}")
     return next(iter(sizes.values()))
+
+
+def _num_rows(column: Any) -> int:
+    """A nested tensor of torch's strided layout has no len()."""
+    return int(column.size(0)) if isinstance(column, torch.Tensor) else len(column)
 
 
 def stored_columns(batch: Mapping[str, Any], schema: RolloutSchema, rows: Sequence[int]) -> dict[str, Any]:
@@ -172,22 +181,27 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
     data = bytearray(int(offsets[-1]) * wanted.itemsize)
     for row, start in zip(rows, (offsets * wanted.itemsize).tolist(), strict=False):
         value = values[row]
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            array = _array(name, value, row, column.shape, wanted)
-            data[start : start + array.nbytes] = array.tobytes()
+        if not isinstance(value, (torch.Tensor, np.ndarray)) and _is_packed(value, letter, data, start):
             continue
-        try:
-            if isinstance(next(iter(value), 0), np.complexfloating):
-                raise TypeError("complex numbers")  # of which `struct` packs the real part
-            if letter == "B":
-                data[start : start + len(value)] = bytes(value)  # in half of the time
-            else:
-                struct.pack_into(f"{len(value)}{letter}", data, start, *value)
-        except (struct.error, OverflowError, ValueError, TypeError) as error:
-            raise SchemaViolation(f"row {row}, field {name!r}: not numbers of {wanted}: {error}", row, name) from None
+        array = _array(name, _from_list(name, value, row, wanted), row, column.shape, wanted)
+        data[start : start + array.nbytes] = array.tobytes()
     flat = np.frombuffer(data, wanted)
     _check_floats(name, flat, (values[row] for row in rows), rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
     return jagged(torch.from_numpy(flat), Offsets.of(offsets), 1)
+
+
+def _is_packed(numbers: Sequence[Any], letter: str, data: bytearray, start: int) -> bool:
+    """Whether `struct` took them; NumPy's truth values, for one, it does not take, though they are numbers here."""
+    if isinstance(next(iter(numbers), 0), np.complexfloating):
+        return False  # it would pack the real part
+    try:
+        if letter == "B":
+            data[start : start + len(numbers)] = bytes(numbers)  # in half of the time
+        else:
+            struct.pack_into(f"{len(numbers)}{letter}", data, start, *numbers)
+    except (struct.error, OverflowError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _check_floats(

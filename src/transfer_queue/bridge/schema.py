@@ -58,6 +58,11 @@ class Inferred(RolloutColumn):
     objects."""
 
 
+def is_name(name: object) -> bool:
+    """Whether a column can be called so. Names that begin with __ are the bridge's own."""
+    return isinstance(name, str) and bool(name) and not name.startswith("__")
+
+
 def native(dtype: str) -> np.dtype[Any]:
     """The dtype of this name as tensors have it: in the byte order of this machine."""
     return np.dtype(np.dtype(dtype).name)
@@ -79,7 +84,7 @@ class RolloutSchema:
         if not self.columns and others is None:
             raise InvalidInput("a schema has at least one column")
         for name, column in self.columns.items():
-            if not isinstance(name, str) or not name or name.startswith("__"):
+            if not is_name(name):
                 raise InvalidInput(f"{name!r}: a column's name is a string that does not begin with __")
             if not isinstance(column, (Numbers, Ragged, Objects, Inferred)):
                 raise InvalidInput(f"column {name!r}: expected Numbers, Ragged, Objects or Inferred, got {column!r}")
@@ -97,8 +102,8 @@ class RolloutSchema:
         return [name for name, column in self.columns.items() if not column.optional]
 
     def column(self, name: str) -> RolloutColumn | None:
-        """What this column is; None where there is no such one."""
-        return self.columns.get(name, self.others)
+        """What this column is; None where there is no such one, and where no column can be called so."""
+        return self.columns.get(name, self.others) if is_name(name) else None
 
     def part(self, names: Iterable[str]) -> RolloutSchema:
         """The schema of these columns. Raises `InvalidInput` for one that is not there."""

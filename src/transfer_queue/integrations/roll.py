@@ -1,7 +1,7 @@
 """ROLL's transfer backend, row by row: the functions of `roll.distributed.scheduler.transfer_backend`.
 
 from transfer_queue.integrations import roll
-roll.install()  # in every process of ROLL; the setting is `backend_name: TransferQueue` as before
+roll.install()  # in every process of ROLL, as by Ray's worker_process_setup_hook
 
 A process attaches to the run's service with its first call, and one that was forked attaches anew. It runs on every
 Python that this package runs on.
@@ -107,26 +107,28 @@ def put(partition: str, row_ids: Sequence[str], fields: Mapping[str, Any], batch
 
     Rows of an array come back as a stack of objects. Atomic. Raises `UnsupportedValue` (a TypeError) for columns that
     are neither, `InvalidInput` (a ValueError) for sizes that differ, ids that repeat, and no columns; nothing is stored
-    then.
+    then, nor of a batch without rows.
     """
     if _is_off:
         return None
     columns = as_columns(fields)
     if columns.batch_size[0] != batch_size:
         raise InvalidInput(f"a batch of {batch_size} rows with columns of {columns.batch_size[0]}")
-    tq.kv_batch_put(list(row_ids), partition, columns)
+    if batch_size or row_ids:
+        tq.kv_batch_put(list(row_ids), partition, columns)
     return _remote_batch(partition, list(row_ids), columns)
 
 
 def get(partition: str, keys: Sequence[str], fields: Sequence[str]) -> TensorDict:
-    """The rows of `keys`, which may repeat, in their order: exactly these fields. Tensors are plain ones.
+    """The rows of `keys`, which may repeat, in their order: exactly these fields. Tensors are plain ones. Of no keys
+    the fields are empty tensors, whatever they are elsewhere.
 
     Raises `UnknownRows`, and `NotReady` where a row lacks a field (ValueErrors), `InvalidInput` for rows of different
     shape, `NotSupported` (a RuntimeError) without a backend.
     """
     _check_is_on()
-    if not fields:
-        return TensorDict({}, batch_size=[len(keys)])
+    if not fields or not keys:
+        return TensorDict({name: torch.empty(0) for name in fields}, batch_size=[len(keys)])
     return tq.kv_batch_get(list(keys), partition, list(fields), strict=True, dense=True)
 
 
@@ -134,7 +136,8 @@ def delete(partition: str, keys: Sequence[str], fields: Sequence[str]) -> None:
     """Clear the rows of `keys`, with all their fields. Those that do not exist are left out. Raises `NotSupported` (a
     RuntimeError) without a backend."""
     _check_is_on()
-    tq.kv_clear(list(keys), partition)
+    if keys:
+        tq.kv_clear(list(keys), partition)
 
 
 def as_columns(fields: Mapping[str, Any]) -> TensorDict:

@@ -19,7 +19,8 @@ SYNC, WAIT = "_sync_metadata_from_transfer_queue", "_wait_for_next_poll"
 
 def install() -> None:
     """Have `ReplayBuffer`, and all that is made from it, wait in the service between two looks. `poll_interval` is how
-    long a buffer waits for a change before it looks all the same. Doing it twice changes nothing.
+    long a buffer waits for a change before it looks all the same. A class that lists by a method of its own may sleep
+    so long in its first wait through a change that came while it listed. Doing it twice changes nothing.
 
     Raises ImportError without verl, `NotSupported` for a release of it whose buffers wait in another way.
     """
@@ -38,7 +39,8 @@ def install() -> None:
     @functools.wraps(wait)
     def waited(self: Any, partition_id: str, last_debug_time: float) -> float:
         interval = self.poll_interval
-        tq.kv_watch(since=getattr(self, "_keys_seen", None), timeout_s=interval)
+        seen = getattr(self, "_keys_seen", None) or tq.kv_watch()  # a class may list by a method of its own
+        self._keys_seen = tq.kv_watch(since=seen, timeout_s=interval)
         self.poll_interval = 0.0  # what is left of verl's own wait is what it logs
         try:
             found: float = wait(self, partition_id, last_debug_time)

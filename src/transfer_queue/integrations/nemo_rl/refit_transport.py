@@ -22,6 +22,7 @@ class NemoRefitTransport(RefitEngine):
     """
 
     cleanup_after_load = True
+    shard_hf_weights = False  # some versions of NeMo-RL read it after `prepare`
 
     def __init__(self, bucket_size: int, release_after_refit: bool = True, **more: Any) -> None:
         """`more`: as for `RefitEngine`."""
