@@ -72,6 +72,14 @@ def test_every_rank_gets_its_rows_in_the_order_of_the_schedule(bridge: RolloutBr
         assert fetched.schedule["global_batch_sizes"] == [5, 5]
 
 
+def test_a_schedule_may_count_rollouts_of_several_rows(bridge: RolloutBridge, step: str) -> None:
+    plan = Schedule(
+        partitions=[range(N)], num_microbatches=[1], micro_batch_indices=[[range(N)]], global_batch_sizes=[5]
+    )
+    bridge.put(step, rollout(), schedule=plan)
+    assert bridge.fetch(step, "actor", timeout_s=5).schedule["global_batch_sizes"] == [5]
+
+
 def test_without_a_schedule_ranks_get_as_many_rows_or_one_more(bridge: RolloutBridge, step: str) -> None:
     batch = rollout()
     metas = bridge.put(step, batch, dp_size=4)
@@ -449,7 +457,6 @@ BAD_SCHEDULES = {
         partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]], num_microbatches=[1]
     ),
     "more micro-batches for one rank": Schedule(partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]]),
-    "global batches of other sizes": Schedule(partitions=[[0, 1, 2]], global_batch_sizes=[2]),
 }
 
 

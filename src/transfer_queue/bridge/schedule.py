@@ -17,8 +17,8 @@ class Schedule:
 
     `partitions`: the row numbers of each rank, in the order in which it trains on them; every row is one rank's.
     `micro_batch_indices`: for each rank, positions in its part for each micro-batch, as many as for any other rank.
-    `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: rows of each training step
-    over all ranks.
+    `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: of each training step over
+    all ranks, in what the framework counts: rows, or rollouts of several rows each.
     `extra`: plain data that is sent along.
     """
 
@@ -47,8 +47,6 @@ class Schedule:
             raise InvalidInput(f"{len(parts)} ranks for {rows} rows: every rank trains on one at least")
         if sorted(row for part in parts for row in part) != list(range(rows)):
             raise InvalidInput(f"the partitions of {len(parts)} ranks do not have each of {rows} rows once")
-        if self.global_batch_sizes is not None and sum(self.global_batch_sizes) != rows:
-            raise InvalidInput(f"global_batch_sizes {list(self.global_batch_sizes)} of {rows} rows")
         if self.micro_batch_indices is None:
             return
         if len(self.micro_batch_indices) != len(parts):
