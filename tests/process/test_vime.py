@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 import vime_ranks
+import vime_schedule
 from conftest import Child
 from vime_ranks import ROWS, STEPS, rollout, schedule
 
 import transfer_queue as tq
 from transfer_queue.bridge import RolloutBridge, Schedule
-from transfer_queue.errors import InvalidInput, SchemaViolation
+from transfer_queue.errors import InvalidInput, NotSupported, SchemaViolation
 from transfer_queue.integrations.vime import TransferQueueBridge, add_arguments, validate_arguments
 from transfer_queue.integrations.vime.fields import SCHEMA, as_rollout_batch
 from transfer_queue.integrations.vime.schedule import balanced
@@ -145,6 +146,37 @@ def test_a_rollout_waits_for_earlier_ones_to_be_cleared(args: Namespace) -> None
     bridge.clear_partition(0)
     later.join(10)
     assert client.get_partition_list() == ["train_1"]
+
+
+@pytest.mark.parametrize("framework", ["vime", "slime"])
+@pytest.mark.parametrize("argument", ["group_indices", "rollout_indices"])
+@pytest.mark.parametrize("column", ["group_ids", "rollout_ids"])
+def test_the_frameworks_function_makes_the_schedule(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, framework: str, argument: str, column: str
+) -> None:
+    """Groups of 2 rows that do not lie side by side: 2 groups for each step, one row for each micro-batch."""
+    vime_schedule.install(monkeypatch, framework, argument)
+    args.global_batch_size, args.micro_batch_size = 2, 1
+    data = rollout(0)
+    data[column] = [row % 4 for row in range(ROWS)]
+    if column == "group_ids":
+        del data["rollout_ids"]
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, data, train_parallel_config=vime_schedule.CONFIG)
+    found = [fetched(args, 0, rank)[1].schedule for rank in range(2)]
+    assert [one["partition"] for one in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [one["num_microbatches"] for one in found] == [[2, 2]] * 2
+    assert [one["global_batch_sizes"] for one in found] == [[2, 2]] * 2
+
+
+@pytest.mark.parametrize("framework", ["none", "vime"], ids=["not installed", "of another version"])
+def test_without_a_function_that_is_known_a_schedule_is_asked_for(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
+    vime_schedule.install(monkeypatch, framework, "other")
+    bridge = TransferQueueBridge.connect(args)
+    with pytest.raises(NotSupported, match="pass schedule="):
+        bridge.transfer_rollout_data(0, rollout(0), train_parallel_config=vime_schedule.CONFIG)
+    assert tq.get_client().get_partition_list() == []
 
 
 def test_rows_are_dealt_where_vime_does_not_say(args: Namespace) -> None:
