@@ -449,6 +449,8 @@ def test_what_the_schema_does_not_say_is_refused_by_row_and_field(
 BAD_SCHEDULES = {
     "a row twice": Schedule(partitions=[[0, 1], [1]]),
     "a row of nobody": Schedule(partitions=[[0], [1]]),
+    "a dropped row of a rank": Schedule(partitions=[[0], [1, 2]], dropped=[2]),
+    "a row of nobody among others that are dropped": Schedule(partitions=[[0]], dropped=[1]),
     "a rank without rows": Schedule(partitions=[[0, 1, 2], []]),
     "no ranks": Schedule(partitions=[]),
     "a place twice": Schedule(partitions=[[0, 1, 2]], micro_batch_indices=[[[0, 1], [1, 2]]]),

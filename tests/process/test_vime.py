@@ -168,6 +168,23 @@ def test_the_frameworks_function_makes_the_schedule(
     assert [one["global_batch_sizes"] for one in found] == [[2, 2]] * 2
 
 
+def test_rows_that_make_no_whole_step_are_dropped_as_vime_does(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vime_schedule.install(monkeypatch, argument="rollout_indices")
+    args.global_batch_size, args.micro_batch_size = 3, 1
+    data = {**rollout(0), "rollout_ids": [0, 0, 1, 2, 3, 3, 4, 4]}  # 4 rows in the step of 3 groups
+    bridge = TransferQueueBridge.connect(args)
+    with caplog.at_level("INFO", "transfer_queue"):
+        bridge.transfer_rollout_data(0, data, train_parallel_config=vime_schedule.CONFIG)
+    assert "4 of 8 rows" in caplog.text
+    for rank, part in enumerate([[0, 2], [1, 3]]):
+        batch, found = fetched(args, 0, rank)
+        assert (found.schedule["partition"], batch["sample_indices"]) == (part, part)
+        assert [row.tolist() for row in batch["tokens"]] == [data["tokens"][row] for row in part]
+    assert tq.get_client().stats()["rows"] == 4
+
+
 @pytest.mark.parametrize("framework", ["none", "vime"], ids=["not installed", "of another version"])
 def test_without_a_function_that_is_known_a_schedule_is_asked_for(
     args: Namespace, monkeypatch: pytest.MonkeyPatch, framework: str

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.bridge import Schedule
 from transfer_queue.errors import InvalidInput, NotSupported
+
+log = logging.getLogger("transfer_queue")
 
 FRAMEWORKS = ("vime", "slime")
 KEPT_TOGETHER = {"group_indices": "group_ids", "rollout_indices": "rollout_ids"}  # the column, by the argument
@@ -42,9 +45,13 @@ def _of_framework(args: Namespace, train_data: Mapping[str, Any], config: Mappin
         global_batch_size=getattr(args, "global_batch_size", None) or len(set(ids)),
         **{argument: ids},
     )
+    trained = {row for part in partitions for row in part}
+    dropped = [row for row in range(len(ids)) if row not in trained]
+    if dropped:
+        log.info("%d of %d rows make no whole training step, and are dropped", len(dropped), len(ids))
     return Schedule(
         partitions=partitions, micro_batch_indices=micro_batch_indices, num_microbatches=num_microbatches,
-        global_batch_sizes=global_batch_sizes,
+        global_batch_sizes=global_batch_sizes, dropped=dropped,
     )  # fmt: skip
 
 
