@@ -24,7 +24,6 @@ from transfer_queue.bridge import RolloutBridge, Schedule
 from transfer_queue.errors import InvalidInput, NotSupported, SchemaViolation
 from transfer_queue.integrations.vime import TransferQueueBridge, add_arguments, validate_arguments
 from transfer_queue.integrations.vime.fields import SCHEMA, as_rollout_batch
-from transfer_queue.integrations.vime.schedule import balanced
 
 
 def arguments(*flags: str, **more: Any) -> Namespace:
@@ -196,21 +195,32 @@ def test_without_a_function_that_is_known_a_schedule_is_asked_for(
     assert tq.get_client().get_partition_list() == []
 
 
-def test_rows_are_dealt_where_vime_does_not_say(args: Namespace) -> None:
-    bridge = TransferQueueBridge.connect(args)
-    args.balance_data = True
-    bridge.transfer_rollout_data(0, rollout(0))
-    parts = [fetched(args, 0, rank)[1].schedule["partition"] for rank in range(2)]
-    assert parts == balanced([len(tokens) for tokens in rollout(0)["tokens"]], 2)
-    assert sorted(row for part in parts for row in part) == list(range(ROWS))
+def test_without_a_schedule_ranks_get_the_frameworks_by_the_flags_of_the_run(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `train_actor` reads first is there, and as many micro-batches for each rank."""
+    vime_schedule.install(monkeypatch)
+    args.global_batch_size, args.micro_batch_size, args.balance_data = 2, 2, True
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, rollout(0))
+    found = [fetched(args, 0, rank)[1].schedule for rank in range(2)]
+    assert [one["num_microbatches"] for one in found] == [[2]] * 2
+    assert [one["global_batch_sizes"] for one in found] == [[2]] * 2
+    assert [one["micro_batch_indices"] for one in found] == [[[0, 1], [2, 3]]] * 2
 
 
-def test_balanced_parts_have_as_many_rows_and_about_as_many_tokens() -> None:
-    lengths = [100, 1, 1, 1, 90, 5, 5, 5, 5]
-    parts = balanced(lengths, 2)
-    assert sorted(map(len, parts)) == [4, 5]
-    tokens = [sum(lengths[row] for row in part) for part in parts]
-    assert abs(tokens[0] - tokens[1]) <= 10
+@pytest.mark.parametrize(("flags", "why"), [
+    ({"virtual_pipeline_model_parallel_size": 2}, "pass train_parallel_config"),
+    ({"global_batch_size": 3}, "num_groups"), ({"micro_batch_size": 3}, "micro-batches of 3"),
+], ids=str)  # fmt: skip
+def test_flags_that_make_no_schedule_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, flags: dict[str, int], why: str
+) -> None:
+    vime_schedule.install(monkeypatch)
+    sizes = {"global_batch_size": 2, "micro_batch_size": 1}
+    bridge = TransferQueueBridge(Namespace(**{**vars(args), **sizes, **flags}), tq.get_client())
+    with pytest.raises(InvalidInput, match=why):
+        bridge.transfer_rollout_data(0, rollout(0))
+    assert tq.get_client().get_partition_list() == []
 
 
 def test_bad_rollouts_are_refused_before_anything_waits_or_is_stored(args: Namespace) -> None:

@@ -3,7 +3,7 @@
     arguments   the flags, and what is wrong with them
     bridge      TransferQueueBridge: driver, rollout manager and Megatron ranks call it
     fields      what the columns of vime's train data are
-    schedule    rows and micro-batches of each rank, where vime does not say
+    schedule    rows and micro-batches of each rank, by the framework's function
 
 The driver calls `initialize` before any actor starts, and `clear_partition` when all tasks have a rollout. The rollout
 manager calls `connect` and `transfer_rollout_data`, Megatron's ranks `connect` and `get_data`.

@@ -23,7 +23,7 @@ from transfer_queue.integrations.vime.fields import (
     default_fields,
     normalized,
 )
-from transfer_queue.integrations.vime.schedule import made_schedule
+from transfer_queue.integrations.vime.schedule import made_schedule, parallel_config
 from transfer_queue.metadata import BatchMeta
 
 log = logging.getLogger("transfer_queue")
@@ -152,15 +152,15 @@ class TransferQueueBridge:
     ) -> None:
         """Write one rollout. Waits as `wait_for_staleness`; checks everything before.
 
-        Which rank trains on which rows, and in which micro-batches, says `schedule`; or vime's `build_dp_schedule` with
-        this `train_parallel_config`, which its rollout manager has. Without either, rows are dealt in turn, or by their
-        lengths with `balance_data`, and ranks make micro-batches themselves. Raises `InvalidInput` and
-        `SchemaViolation` (ValueErrors).
+        Which rank trains on which rows, and in which micro-batches, says `schedule`; or the framework's
+        `build_dp_schedule` with `train_parallel_config`, which its rollout manager has (default: by the flags of the
+        run). Raises `InvalidInput` and `SchemaViolation` (ValueErrors), `NotSupported` where there is no such function.
         """
         client = self._connected()
         columns = normalized(train_data)
         if schedule is None:
-            schedule = made_schedule(self.args, columns, self.data_parallel_size(self.args), train_parallel_config)
+            config = train_parallel_config or parallel_config(self.args, self.data_parallel_size(self.args))
+            schedule = made_schedule(self.args, columns, config)
         bridge = RolloutBridge(client, SCHEMA)
         ready = bridge.prepare(columns, schedule=schedule)
         self.wait_for_staleness(rollout_id)
