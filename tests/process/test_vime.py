@@ -61,18 +61,31 @@ def plan(step: int) -> Schedule:
     return Schedule(**schedule(step))
 
 
-def start(child: Callable[[str], Child], tmp_path: Path, args: Namespace, way: str) -> list[Child]:
+def start(child: Callable[[str], Child], store: Path, args: Namespace, call: str) -> Child:
     told = pickle.dumps(args)  # as Ray brings it to actors
     helpers = str(Path(vime_ranks.__file__).parent)
-    return [
-        child(f"""
-            import pickle, sys
-            sys.path.insert(0, {helpers!r})
-            import vime_ranks
-            vime_ranks.main({rank}, {str(tmp_path / way)!r}, pickle.loads({told!r}), {way!r})
-        """)
-        for rank in range(4)
-    ]
+    return child(f"""
+        import pickle, sys
+        sys.path.insert(0, {helpers!r})
+        import vime_ranks
+        args, store = pickle.loads({told!r}), {str(store)!r}
+        vime_ranks.{call}
+    """)
+
+
+def training(child: Callable[[str], Child], store: Path, args: Namespace, way: str) -> list[Child]:
+    return [start(child, store, args, f"main({rank}, store, args, {way!r})") for rank in range(4)]
+
+
+def asking(child: Callable[[str], Child], store: Path, args: Namespace, world: int = 1) -> list[Child]:
+    return [start(child, store, args, f"ask({rank}, store, args, {world})") for rank in range(world)]
+
+
+def asked(ranks: list[Child], rollout_id: int, fields: list[str] | None = None, timeout_s: float = 20) -> list[Any]:
+    """What `get_data` gives each of them."""
+    for one in ranks:
+        one.say(json.dumps([rollout_id, fields, timeout_s]))
+    return [json.loads(one.line()) for one in ranks]
 
 
 @pytest.mark.timeout(120)
@@ -81,11 +94,11 @@ def test_losses_are_those_of_a_plain_list_to_the_bit(
 ) -> None:
     """A rollout manager writes three steps, each when the one before is cleared, and four ranks train on them."""
     manager = TransferQueueBridge.connect(args)
-    ranks = start(child, tmp_path, args, "queue")
+    ranks = training(child, tmp_path / "queue", args, "queue")
     for step in range(STEPS):
         manager.transfer_rollout_data(step, rollout(step), schedule=plan(step))
     found = [json.loads(one.finish(60)) for one in ranks]
-    wanted = [json.loads(one.finish(60)) for one in start(child, tmp_path, args, "plain")]
+    wanted = [json.loads(one.finish(60)) for one in training(child, tmp_path / "plain", args, "plain")]
     assert found == wanted
     assert len(set(found[0])) == STEPS
     assert tq.get_client().get_partition_list() == []
@@ -101,7 +114,7 @@ def fetched(args: Namespace, step: int, dp_rank: int, task: str = "actor_train",
 def test_every_column_that_was_written_comes_back(args: Namespace) -> None:
     data = rollout(0)
     bridge = TransferQueueBridge.connect(args)
-    bridge.transfer_rollout_data(0, {**data, "my_extra": [{"a": n} for n in range(ROWS)]}, schedule=plan(0))
+    bridge.transfer_rollout_data(0, {**data, "my_extra": [0.5 * n for n in range(ROWS)]}, schedule=plan(0))
     for dp_rank, part in enumerate(plan(0).partitions):
         batch, _ = fetched(args, 0, dp_rank, columns=TransferQueueBridge.default_train_data_fields(args))
         for name in ("response_lengths", "rewards", "rollout_ids", "rollout_mask_sums"):
@@ -112,9 +125,29 @@ def test_every_column_that_was_written_comes_back(args: Namespace) -> None:
             for got, row in zip(batch["rollout_routed_experts"], part, strict=True)
         )
         assert [image is None for image in batch["multimodal_train_inputs"]] == [row % 2 == 1 for row in part]
-        assert batch["my_extra"] == [{"a": row} for row in part]
+        assert batch["my_extra"] == [0.5 * row for row in part]
         assert batch["truncated"] == [0] * len(part)
         assert batch["sample_indices"] == list(part)
+
+
+def test_ranks_get_no_objects_that_vime_keeps_from_them_unless_they_name_them(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    """vime's log adds up every column that it does not know."""
+    told = {"metadata": [{"source": "math"}] * ROWS, "notes": ["a"] * ROWS, "prompt": ["b"] * ROWS, "turns": [3] * ROWS}
+    args.max_staleness = 1
+    manager = TransferQueueBridge.connect(args)
+    for rollout_id in range(2):
+        manager.transfer_rollout_data(rollout_id, {**rollout(0), **told}, schedule=Schedule.even(ROWS, 1))
+    ranks = asking(child, tmp_path / "store", args)
+    fields = TransferQueueBridge.actor_train_data_fields(args)
+    (found,) = asked(ranks, 0, fields)
+    assert {name for name in told if name in found} == {"prompt", "turns"}
+    assert found["multimodal_train_inputs"] == [None if row % 2 else {"pixels": [[row] * 3] * 2} for row in range(ROWS)]
+    (found,) = asked(ranks, 1, [*fields, "metadata"])
+    assert found["metadata"] == told["metadata"]
+    assert "notes" not in found
+    ranks[0].finish()
 
 
 def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:

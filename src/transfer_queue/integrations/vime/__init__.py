@@ -9,8 +9,8 @@ The driver calls `initialize` before any actor starts, and `clear_partition` whe
 manager calls `connect` and `transfer_rollout_data`, Megatron's ranks `connect` and `get_data`.
 
 What is other than there, and better: waiting is done in the service, so `get_data` blocks and nobody polls; arrays are
-columns; `rollout_ids`, `rollout_mask_sums` and every other column that was written come back; the schedule is made once
-and sent; ranks receive bytes, not pickles.
+columns; `rollout_ids`, `rollout_mask_sums` and every other column of numbers that was written come back; the schedule
+is made once and sent; ranks receive bytes, not pickles.
 """
 
 from transfer_queue.integrations.vime.arguments import add_arguments as add_arguments

@@ -173,8 +173,8 @@ class TransferQueueBridge:
 
         All ranks call it; one of each model-parallel group fetches, and the others receive. Blocks until all columns
         are written, those of `data_fields` that others derive as well; every other column that the rollout had
-        comes with them. (None, None) where that took longer than `timeout_s` (default: the session's); the log says
-        what is missing.
+        comes with them, of objects those that vime forwards (`fields.FORWARDED`). (None, None) where that took longer
+        than `timeout_s` (default: the session's); the log says what is missing.
         """
         mpu = importlib.import_module("megatron.core.parallel_state")
         bridge = RolloutBridge(self._connected(), SCHEMA)
@@ -196,7 +196,7 @@ class TransferQueueBridge:
         except DeadlineExceeded as error:
             log.warning("rollout %s: %s", rollout_id, error)
             return None, None
-        batch = as_rollout_batch(fetched.columns)
+        batch = as_rollout_batch(fetched.columns, data_fields or ())
         batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule[name] is not None}
         return batch, fetched.meta
 
