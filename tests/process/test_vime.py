@@ -150,6 +150,21 @@ def test_ranks_get_no_objects_that_vime_keeps_from_them_unless_they_name_them(
     ranks[0].finish()
 
 
+def test_ranks_get_the_rewards_and_lengths_of_all_rows_as_vime_has_them(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    data = {**rollout(0), "raw_reward": [float(row) for row in range(ROWS)]}
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, data, schedule=plan(0))
+    lengths = [len(tokens) for tokens in data["tokens"]]
+    ranks = asking(child, tmp_path / "store", args, 2)
+    for found, part in zip(asked(ranks, 0), plan(0).partitions, strict=True):
+        assert found["partition"] == part
+        assert (found["raw_reward"], found["seq_lens"]) == (data["raw_reward"], lengths)
+        assert found["total_lengths"] == [lengths[row] for row in part]
+    for one in ranks:
+        one.finish()
+
+
 def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:
     args.use_critic = True
     bridge = TransferQueueBridge.connect(args)

@@ -7,6 +7,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import transfer_queue as tq
@@ -19,6 +20,7 @@ from transfer_queue.errors import DeadlineExceeded, InvalidInput
 from transfer_queue.integrations.vime.fields import (
     SCHEDULE,
     SCHEMA,
+    WHOLE,
     as_rollout_batch,
     default_fields,
     normalized,
@@ -162,7 +164,8 @@ class TransferQueueBridge:
             config = train_parallel_config or parallel_config(self.args, self.data_parallel_size(self.args))
             schedule = made_schedule(self.args, columns, config)
         bridge = RolloutBridge(client, SCHEMA)
-        ready = bridge.prepare(columns, schedule=schedule)
+        whole = {told: list(columns[name]) for name, told in WHOLE.items()}
+        ready = bridge.prepare(columns, schedule=replace(schedule, extra={**schedule.extra, **whole}))
         self.wait_for_staleness(rollout_id)
         bridge.put(self.partition_id(rollout_id), ready)
 
@@ -174,7 +177,8 @@ class TransferQueueBridge:
         All ranks call it; one of each model-parallel group fetches, and the others receive. Blocks until all columns
         are written, those of `data_fields` that others derive as well; every other column that the rollout had
         comes with them, of objects those that vime forwards (`fields.FORWARDED`). (None, None) where that took longer
-        than `timeout_s` (default: the session's); the log says what is missing.
+        than `timeout_s` (default: the session's); the log says what is missing. `raw_reward` is that of all rows, as
+        vime has it, and `seq_lens` are the lengths of all of them, which vime's `Timer().seq_lens` takes.
         """
         mpu = importlib.import_module("megatron.core.parallel_state")
         bridge = RolloutBridge(self._connected(), SCHEMA)
@@ -197,7 +201,7 @@ class TransferQueueBridge:
             log.warning("rollout %s: %s", rollout_id, error)
             return None, None
         batch = as_rollout_batch(fetched.columns, data_fields or ())
-        batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule[name] is not None}
+        batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule.get(name) is not None}
         return batch, fetched.meta
 
     def put_data(

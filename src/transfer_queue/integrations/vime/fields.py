@@ -34,7 +34,11 @@ FORWARDED = (  # what vime and slime give their ranks and leave out of their sum
     "multimodal_train_inputs", "prompt", "source_names", "sample_indices", "group_ids", "group_mask_sums",
     "rollout_ids", "rollout_mask_sums",
 )  # fmt: skip
-SCHEDULE = ("partition", "global_batch_sizes", "num_microbatches", "micro_batch_indices")
+WHOLE = {
+    "raw_reward": "raw_reward",
+    "total_lengths": "seq_lens",
+}  # columns that every rank gets of all rows, and as what
+SCHEDULE = ("partition", "global_batch_sizes", "num_microbatches", "micro_batch_indices", *WHOLE.values())
 
 
 def normalized(train_data: Mapping[str, Any]) -> dict[str, Any]:
