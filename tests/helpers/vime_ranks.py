@@ -7,6 +7,7 @@ prints the losses of each step, to the bit.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -125,4 +126,22 @@ def main(rank: int, store: str, args: Namespace, way: str) -> None:
     print(json.dumps(losses), flush=True)
     if bridge is not None:
         bridge.close()
+    dist.destroy_process_group()
+
+
+def ask(rank: int, store: str, args: Namespace, world: int) -> None:
+    """A rank of `world` data-parallel ones that fetches what each line of its input says, and prints it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    from megatron.core import parallel_state as mpu
+
+    from transfer_queue.integrations.vime import TransferQueueBridge
+
+    mpu.initialize_model_parallel()
+    bridge = TransferQueueBridge.connect(args)
+    for line in sys.stdin:
+        rollout_id, fields, timeout_s = json.loads(line)
+        batch, _ = bridge.get_data(rollout_id, task_name="actor_train", data_fields=fields, timeout_s=timeout_s)
+        print(json.dumps(batch, default=lambda array: array.tolist()), flush=True)
+    bridge.close()
     dist.destroy_process_group()

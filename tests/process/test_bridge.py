@@ -71,6 +71,14 @@ def test_every_rank_gets_its_rows_in_the_order_of_the_schedule(bridge: RolloutBr
         assert fetched.schedule["global_batch_sizes"] == [5, 5]
 
 
+def test_a_schedule_may_count_rollouts_of_several_rows(bridge: RolloutBridge, step: str) -> None:
+    plan = Schedule(
+        partitions=[range(N)], num_microbatches=[1], micro_batch_indices=[[range(N)]], global_batch_sizes=[5]
+    )
+    bridge.put(step, rollout(), schedule=plan)
+    assert bridge.fetch(step, "actor", timeout_s=5).schedule["global_batch_sizes"] == [5]
+
+
 def test_without_a_schedule_ranks_get_as_many_rows_or_one_more(bridge: RolloutBridge, step: str) -> None:
     batch = rollout()
     metas = bridge.put(step, batch, dp_size=4)
@@ -285,6 +293,8 @@ def test_what_the_schema_does_not_say_is_refused_by_row_and_field(
 BAD_SCHEDULES = {
     "a row twice": Schedule(partitions=[[0, 1], [1]]),
     "a row of nobody": Schedule(partitions=[[0], [1]]),
+    "a dropped row of a rank": Schedule(partitions=[[0], [1, 2]], dropped=[2]),
+    "a row of nobody among others that are dropped": Schedule(partitions=[[0]], dropped=[1]),
     "a rank without rows": Schedule(partitions=[[0, 1, 2], []]),
     "no ranks": Schedule(partitions=[]),
     "a place twice": Schedule(partitions=[[0, 1, 2]], micro_batch_indices=[[[0, 1], [1, 2]]]),
@@ -293,7 +303,6 @@ BAD_SCHEDULES = {
         partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]], num_microbatches=[1]
     ),
     "more micro-batches for one rank": Schedule(partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]]),
-    "global batches of other sizes": Schedule(partitions=[[0, 1, 2]], global_batch_sizes=[2]),
 }
 
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 import vime_ranks
+import vime_schedule
 from conftest import Child
 from vime_ranks import ROWS, STEPS, rollout, schedule
 
 import transfer_queue as tq
 from transfer_queue.bridge import RolloutBridge, Schedule
-from transfer_queue.errors import InvalidInput, SchemaViolation
+from transfer_queue.errors import InvalidInput, NotSupported, SchemaViolation
 from transfer_queue.integrations.vime import TransferQueueBridge, add_arguments, validate_arguments
 from transfer_queue.integrations.vime.fields import SCHEMA, as_rollout_batch
-from transfer_queue.integrations.vime.schedule import balanced
 
 
 def arguments(*flags: str, **more: Any) -> Namespace:
@@ -61,18 +61,31 @@ def plan(step: int) -> Schedule:
     return Schedule(**schedule(step))
 
 
-def start(child: Callable[[str], Child], tmp_path: Path, args: Namespace, way: str) -> list[Child]:
+def start(child: Callable[[str], Child], store: Path, args: Namespace, call: str) -> Child:
     told = pickle.dumps(args)  # as Ray brings it to actors
     helpers = str(Path(vime_ranks.__file__).parent)
-    return [
-        child(f"""
-            import pickle, sys
-            sys.path.insert(0, {helpers!r})
-            import vime_ranks
-            vime_ranks.main({rank}, {str(tmp_path / way)!r}, pickle.loads({told!r}), {way!r})
-        """)
-        for rank in range(4)
-    ]
+    return child(f"""
+        import pickle, sys
+        sys.path.insert(0, {helpers!r})
+        import vime_ranks
+        args, store = pickle.loads({told!r}), {str(store)!r}
+        vime_ranks.{call}
+    """)
+
+
+def training(child: Callable[[str], Child], store: Path, args: Namespace, way: str) -> list[Child]:
+    return [start(child, store, args, f"main({rank}, store, args, {way!r})") for rank in range(4)]
+
+
+def asking(child: Callable[[str], Child], store: Path, args: Namespace, world: int = 1) -> list[Child]:
+    return [start(child, store, args, f"ask({rank}, store, args, {world})") for rank in range(world)]
+
+
+def asked(ranks: list[Child], rollout_id: int, fields: list[str] | None = None, timeout_s: float = 20) -> list[Any]:
+    """What `get_data` gives each of them."""
+    for one in ranks:
+        one.say(json.dumps([rollout_id, fields, timeout_s]))
+    return [json.loads(one.line()) for one in ranks]
 
 
 @pytest.mark.timeout(120)
@@ -81,11 +94,11 @@ def test_losses_are_those_of_a_plain_list_to_the_bit(
 ) -> None:
     """A rollout manager writes three steps, each when the one before is cleared, and four ranks train on them."""
     manager = TransferQueueBridge.connect(args)
-    ranks = start(child, tmp_path, args, "queue")
+    ranks = training(child, tmp_path / "queue", args, "queue")
     for step in range(STEPS):
         manager.transfer_rollout_data(step, rollout(step), schedule=plan(step))
     found = [json.loads(one.finish(60)) for one in ranks]
-    wanted = [json.loads(one.finish(60)) for one in start(child, tmp_path, args, "plain")]
+    wanted = [json.loads(one.finish(60)) for one in training(child, tmp_path / "plain", args, "plain")]
     assert found == wanted
     assert len(set(found[0])) == STEPS
     assert tq.get_client().get_partition_list() == []
@@ -101,7 +114,7 @@ def fetched(args: Namespace, step: int, dp_rank: int, task: str = "actor_train",
 def test_every_column_that_was_written_comes_back(args: Namespace) -> None:
     data = rollout(0)
     bridge = TransferQueueBridge.connect(args)
-    bridge.transfer_rollout_data(0, {**data, "my_extra": [{"a": n} for n in range(ROWS)]}, schedule=plan(0))
+    bridge.transfer_rollout_data(0, {**data, "my_extra": [0.5 * n for n in range(ROWS)]}, schedule=plan(0))
     for dp_rank, part in enumerate(plan(0).partitions):
         batch, _ = fetched(args, 0, dp_rank, columns=TransferQueueBridge.default_train_data_fields(args))
         for name in ("response_lengths", "rewards", "rollout_ids", "rollout_mask_sums"):
@@ -112,9 +125,44 @@ def test_every_column_that_was_written_comes_back(args: Namespace) -> None:
             for got, row in zip(batch["rollout_routed_experts"], part, strict=True)
         )
         assert [image is None for image in batch["multimodal_train_inputs"]] == [row % 2 == 1 for row in part]
-        assert batch["my_extra"] == [{"a": row} for row in part]
+        assert batch["my_extra"] == [0.5 * row for row in part]
         assert batch["truncated"] == [0] * len(part)
         assert batch["sample_indices"] == list(part)
+
+
+def test_ranks_get_no_objects_that_vime_keeps_from_them_unless_they_name_them(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    """vime's log adds up every column that it does not know."""
+    told = {"metadata": [{"source": "math"}] * ROWS, "notes": ["a"] * ROWS, "prompt": ["b"] * ROWS, "turns": [3] * ROWS}
+    args.max_staleness = 1
+    manager = TransferQueueBridge.connect(args)
+    for rollout_id in range(2):
+        manager.transfer_rollout_data(rollout_id, {**rollout(0), **told}, schedule=Schedule.even(ROWS, 1))
+    ranks = asking(child, tmp_path / "store", args)
+    fields = TransferQueueBridge.actor_train_data_fields(args)
+    (found,) = asked(ranks, 0, fields)
+    assert {name for name in told if name in found} == {"prompt", "turns"}
+    assert found["multimodal_train_inputs"] == [None if row % 2 else {"pixels": [[row] * 3] * 2} for row in range(ROWS)]
+    (found,) = asked(ranks, 1, [*fields, "metadata"])
+    assert found["metadata"] == told["metadata"]
+    assert "notes" not in found
+    ranks[0].finish()
+
+
+def test_ranks_get_the_rewards_and_lengths_of_all_rows_as_vime_has_them(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    data = {**rollout(0), "raw_reward": [float(row) for row in range(ROWS)]}
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, data, schedule=plan(0))
+    lengths = [len(tokens) for tokens in data["tokens"]]
+    ranks = asking(child, tmp_path / "store", args, 2)
+    for found, part in zip(asked(ranks, 0), plan(0).partitions, strict=True):
+        assert found["partition"] == part
+        assert (found["raw_reward"], found["seq_lens"]) == (data["raw_reward"], lengths)
+        assert found["total_lengths"] == [lengths[row] for row in part]
+    for one in ranks:
+        one.finish()
 
 
 def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:
@@ -147,21 +195,80 @@ def test_a_rollout_waits_for_earlier_ones_to_be_cleared(args: Namespace) -> None
     assert client.get_partition_list() == ["train_1"]
 
 
-def test_rows_are_dealt_where_vime_does_not_say(args: Namespace) -> None:
+@pytest.mark.parametrize("framework", ["vime", "slime"])
+@pytest.mark.parametrize("argument", ["group_indices", "rollout_indices"])
+@pytest.mark.parametrize("column", ["group_ids", "rollout_ids"])
+def test_the_frameworks_function_makes_the_schedule(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, framework: str, argument: str, column: str
+) -> None:
+    """Groups of 2 rows that do not lie side by side: 2 groups for each step, one row for each micro-batch."""
+    vime_schedule.install(monkeypatch, framework, argument)
+    args.global_batch_size, args.micro_batch_size = 2, 1
+    data = rollout(0)
+    data[column] = [row % 4 for row in range(ROWS)]
+    if column == "group_ids":
+        del data["rollout_ids"]
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, data, train_parallel_config=vime_schedule.CONFIG)
+    found = [fetched(args, 0, rank)[1].schedule for rank in range(2)]
+    assert [one["partition"] for one in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [one["num_microbatches"] for one in found] == [[2, 2]] * 2
+    assert [one["global_batch_sizes"] for one in found] == [[2, 2]] * 2
+
+
+def test_rows_that_make_no_whole_step_are_dropped_as_vime_does(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    vime_schedule.install(monkeypatch, argument="rollout_indices")
+    args.global_batch_size, args.micro_batch_size = 3, 1
+    data = {**rollout(0), "rollout_ids": [0, 0, 1, 2, 3, 3, 4, 4]}  # 4 rows in the step of 3 groups
     bridge = TransferQueueBridge.connect(args)
-    args.balance_data = True
-    bridge.transfer_rollout_data(0, rollout(0))
-    parts = [fetched(args, 0, rank)[1].schedule["partition"] for rank in range(2)]
-    assert parts == balanced([len(tokens) for tokens in rollout(0)["tokens"]], 2)
-    assert sorted(row for part in parts for row in part) == list(range(ROWS))
+    with caplog.at_level("INFO", "transfer_queue"):
+        bridge.transfer_rollout_data(0, data, train_parallel_config=vime_schedule.CONFIG)
+    assert "4 of 8 rows" in caplog.text
+    for rank, part in enumerate([[0, 2], [1, 3]]):
+        batch, found = fetched(args, 0, rank)
+        assert (found.schedule["partition"], batch["sample_indices"]) == (part, part)
+        assert [row.tolist() for row in batch["tokens"]] == [data["tokens"][row] for row in part]
+    assert tq.get_client().stats()["rows"] == 4
 
 
-def test_balanced_parts_have_as_many_rows_and_about_as_many_tokens() -> None:
-    lengths = [100, 1, 1, 1, 90, 5, 5, 5, 5]
-    parts = balanced(lengths, 2)
-    assert sorted(map(len, parts)) == [4, 5]
-    tokens = [sum(lengths[row] for row in part) for part in parts]
-    assert abs(tokens[0] - tokens[1]) <= 10
+@pytest.mark.parametrize("framework", ["none", "vime"], ids=["not installed", "of another version"])
+def test_without_a_function_that_is_known_a_schedule_is_asked_for(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
+    vime_schedule.install(monkeypatch, framework, "other")
+    bridge = TransferQueueBridge.connect(args)
+    with pytest.raises(NotSupported, match="pass schedule="):
+        bridge.transfer_rollout_data(0, rollout(0), train_parallel_config=vime_schedule.CONFIG)
+    assert tq.get_client().get_partition_list() == []
+
+
+def test_without_a_schedule_ranks_get_the_frameworks_by_the_flags_of_the_run(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `train_actor` reads first is there, and as many micro-batches for each rank."""
+    vime_schedule.install(monkeypatch)
+    args.global_batch_size, args.micro_batch_size, args.balance_data = 2, 2, True
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, rollout(0))
+    found = [fetched(args, 0, rank)[1].schedule for rank in range(2)]
+    assert [one["num_microbatches"] for one in found] == [[2]] * 2
+    assert [one["global_batch_sizes"] for one in found] == [[2]] * 2
+    assert [one["micro_batch_indices"] for one in found] == [[[0, 1], [2, 3]]] * 2
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    ({"virtual_pipeline_model_parallel_size": 2}, "pass train_parallel_config"),
+    ({"global_batch_size": 3}, "num_groups"), ({"micro_batch_size": 3}, "micro-batches of 3"),
+], ids=str)  # fmt: skip
+def test_flags_that_make_no_schedule_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, flags: dict[str, int], why: str
+) -> None:
+    vime_schedule.install(monkeypatch)
+    sizes = {"global_batch_size": 2, "micro_batch_size": 1}
+    bridge = TransferQueueBridge(Namespace(**{**vars(args), **sizes, **flags}), tq.get_client())
+    with pytest.raises(InvalidInput, match=why):
+        bridge.transfer_rollout_data(0, rollout(0))
+    assert tq.get_client().get_partition_list() == []
 
 
 def test_bad_rollouts_are_refused_before_anything_waits_or_is_stored(args: Namespace) -> None:

@@ -15,10 +15,11 @@ class Schedule:
     """Made once, where all lengths are known, and sent: ranks that pack micro-batches by themselves may not agree on
     their number, and their collectives then hang.
 
-    `partitions`: the row numbers of each rank, in the order in which it trains on them; every row is one rank's.
+    `partitions`: the row numbers of each rank, in the order in which it trains on them; every row is one rank's, or
+    among `dropped`: nobody trains on those, and they are not stored.
     `micro_batch_indices`: for each rank, positions in its part for each micro-batch, as many as for any other rank.
-    `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: rows of each training step
-    over all ranks.
+    `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: of each training step over
+    all ranks, in what the framework counts: rows, or rollouts of several rows each.
     `extra`: plain data that is sent along.
     """
 
@@ -26,6 +27,7 @@ class Schedule:
     micro_batch_indices: Sequence[Sequence[Sequence[int]]] | None = None
     num_microbatches: Sequence[int] | None = None
     global_batch_sizes: Sequence[int] | None = None
+    dropped: Sequence[int] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -41,14 +43,14 @@ class Schedule:
         return len(self.partitions)
 
     def check(self, rows: int) -> None:
-        """Raises `InvalidInput` unless every one of `rows` rows is one rank's and the micro-batches have each once."""
+        """Raises `InvalidInput` unless each of `rows` rows is one rank's, or dropped, and the micro-batches of a rank
+        have each of its rows once."""
         parts = [list(part) for part in self.partitions]
         if not parts or not all(parts):
             raise InvalidInput(f"{len(parts)} ranks for {rows} rows: every rank trains on one at least")
-        if sorted(row for part in parts for row in part) != list(range(rows)):
-            raise InvalidInput(f"the partitions of {len(parts)} ranks do not have each of {rows} rows once")
-        if self.global_batch_sizes is not None and sum(self.global_batch_sizes) != rows:
-            raise InvalidInput(f"global_batch_sizes {list(self.global_batch_sizes)} of {rows} rows")
+        if sorted(row for part in [*parts, self.dropped] for row in part) != list(range(rows)):
+            more = f" and {len(self.dropped)} dropped ones" if self.dropped else ""
+            raise InvalidInput(f"the partitions of {len(parts)} ranks{more} do not have each of {rows} rows once")
         if self.micro_batch_indices is None:
             return
         if len(self.micro_batch_indices) != len(parts):

@@ -7,6 +7,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import transfer_queue as tq
@@ -19,11 +20,12 @@ from transfer_queue.errors import DeadlineExceeded, InvalidInput
 from transfer_queue.integrations.vime.fields import (
     SCHEDULE,
     SCHEMA,
+    WHOLE,
     as_rollout_batch,
     default_fields,
     normalized,
 )
-from transfer_queue.integrations.vime.schedule import made_schedule
+from transfer_queue.integrations.vime.schedule import made_schedule, parallel_config
 from transfer_queue.metadata import BatchMeta
 
 log = logging.getLogger("transfer_queue")
@@ -152,17 +154,18 @@ class TransferQueueBridge:
     ) -> None:
         """Write one rollout. Waits as `wait_for_staleness`; checks everything before.
 
-        Which rank trains on which rows, and in which micro-batches, says `schedule`; or vime's `build_dp_schedule` with
-        this `train_parallel_config`, which its rollout manager has. Without either, rows are dealt in turn, or by their
-        lengths with `balance_data`, and ranks make micro-batches themselves. Raises `InvalidInput` and
-        `SchemaViolation` (ValueErrors).
+        Which rank trains on which rows, and in which micro-batches, says `schedule`; or the framework's
+        `build_dp_schedule` with `train_parallel_config`, which its rollout manager has (default: by the flags of the
+        run). Raises `InvalidInput` and `SchemaViolation` (ValueErrors), `NotSupported` where there is no such function.
         """
         client = self._connected()
         columns = normalized(train_data)
         if schedule is None:
-            schedule = made_schedule(self.args, columns, self.data_parallel_size(self.args), train_parallel_config)
+            config = train_parallel_config or parallel_config(self.args, self.data_parallel_size(self.args))
+            schedule = made_schedule(self.args, columns, config)
         bridge = RolloutBridge(client, SCHEMA)
-        ready = bridge.prepare(columns, schedule=schedule)
+        whole = {told: list(columns[name]) for name, told in WHOLE.items()}
+        ready = bridge.prepare(columns, schedule=replace(schedule, extra={**schedule.extra, **whole}))
         self.wait_for_staleness(rollout_id)
         bridge.put(self.partition_id(rollout_id), ready)
 
@@ -173,8 +176,9 @@ class TransferQueueBridge:
 
         All ranks call it; one of each model-parallel group fetches, and the others receive. Blocks until all columns
         are written, those of `data_fields` that others derive as well; every other column that the rollout had
-        comes with them. (None, None) where that took longer than `timeout_s` (default: the session's); the log says
-        what is missing.
+        comes with them, of objects those that vime forwards (`fields.FORWARDED`). (None, None) where that took longer
+        than `timeout_s` (default: the session's); the log says what is missing. `raw_reward` is that of all rows, as
+        vime has it, and `seq_lens` are the lengths of all of them, which vime's `Timer().seq_lens` takes.
         """
         mpu = importlib.import_module("megatron.core.parallel_state")
         bridge = RolloutBridge(self._connected(), SCHEMA)
@@ -196,8 +200,8 @@ class TransferQueueBridge:
         except DeadlineExceeded as error:
             log.warning("rollout %s: %s", rollout_id, error)
             return None, None
-        batch = as_rollout_batch(fetched.columns)
-        batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule[name] is not None}
+        batch = as_rollout_batch(fetched.columns, data_fields or ())
+        batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule.get(name) is not None}
         return batch, fetched.meta
 
     def put_data(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,15 @@ COLUMNS: dict[str, RolloutColumn] = {
 }
 SCHEMA = RolloutSchema(COLUMNS, others=Inferred(optional=True))
 ARRAYS = ("rollout_routed_experts",)  # what vime hands to `torch.from_numpy`
-SCHEDULE = ("partition", "global_batch_sizes", "num_microbatches", "micro_batch_indices")
+FORWARDED = (  # what vime and slime give their ranks and leave out of their sums, whatever it is
+    "multimodal_train_inputs", "prompt", "source_names", "sample_indices", "group_ids", "group_mask_sums",
+    "rollout_ids", "rollout_mask_sums",
+)  # fmt: skip
+WHOLE = {
+    "raw_reward": "raw_reward",
+    "total_lengths": "seq_lens",
+}  # columns that every rank gets of all rows, and as what
+SCHEDULE = ("partition", "global_batch_sizes", "num_microbatches", "micro_batch_indices", *WHOLE.values())
 
 
 def normalized(train_data: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,12 +73,17 @@ def default_fields(args: Namespace) -> list[str]:
     return list(dict.fromkeys([*fields, *extra]))
 
 
-def as_rollout_batch(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns in the form that vime's actors take: lists of numbers, of tensors, of arrays for `torch.from_numpy`."""
+def as_rollout_batch(columns: Mapping[str, Any], named: Collection[str] = ()) -> dict[str, Any]:
+    """Columns in the form that vime's actors take: lists of numbers, of tensors, of arrays for `torch.from_numpy`.
+
+    Of columns of objects only those that vime forwards, or that are `named`: its log adds up whatever else there is.
+    """
     found: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, torch.Tensor):
             found[name] = column.tolist()
-        else:
-            found[name] = [row.numpy() for row in column] if name in ARRAYS else column
+        elif name in ARRAYS:
+            found[name] = [row.numpy() for row in column]
+        elif name in FORWARDED or name in named or all(isinstance(row, torch.Tensor) for row in column):
+            found[name] = column
     return found
