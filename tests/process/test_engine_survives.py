@@ -119,11 +119,8 @@ def test_a_put_that_is_amid_its_writing_when_the_server_is_killed_is_carried_out
     standby_of(host.client)
     child = Child(f"""
         import torch, transfer_queue as tq
-        from transfer_queue.client.client import TransferQueueClient
-        from transfer_queue.client.session import Session
-        from transfer_queue.storage.engines import sealed
-        from transfer_queue.wire.address import parse_address
-        client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
+                        from transfer_queue.storage.engines import sealed
+                client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
         seal = sealed.seal
         def wait(*args):
             print("in the middle", flush=True)
@@ -147,11 +144,8 @@ def test_blocks_of_a_client_that_died_with_the_server_are_deleted(site: Site, st
     standby_of(host.client)
     child = Child(f"""
         import time, torch, transfer_queue as tq
-        from transfer_queue.client.client import TransferQueueClient
-        from transfer_queue.client.engine import EngineAccess
-        from transfer_queue.client.session import Session
-        from transfer_queue.wire.address import parse_address
-        client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
+                from transfer_queue.client.engine import EngineAccess
+                        client = TransferQueueClient.of(Session(parse_address({host.server.address!r})))
         write = EngineAccess.write
         def stop(*args):
             write(*args)
@@ -205,6 +199,24 @@ def test_a_directory_that_is_away_for_a_while_loses_no_row(site: Site, start_hos
     away.rename(site.files)
     assert found(host, meta) == [1.0, 1.0]
     until(lambda: len(site.names()) == 1, "the deletion of what was cleared meanwhile")
+
+
+@pytest.fixture
+def apart(site: Site, start_host: Start) -> Path:
+    """The mount of `site.host`'s client alone is away: this empty directory is in its place."""
+    host = site.host = start_host(**site.settings(), durability="process")
+    mount_point = site.files.parent / "mount point"
+    mount_point.mkdir()
+    told = host.client.session.config["engine"]
+    away = {**told, "settings": {**told["settings"], "url": f"file://{mount_point}"}}
+    host.client.session.engine = EngineAccess(away, host.client.session.pool)
+    return mount_point
+
+
+def test_a_put_of_a_client_whose_mount_is_away_is_an_error_and_leaves_nothing(site: Site, apart: Path) -> None:
+    with pytest.raises(ServiceUnavailable, match="is a mount away"):
+        put(site.host, 1.0)
+    assert list(apart.iterdir()) == []
 
 
 def test_an_operator_says_that_a_directory_is_gone_for_good(site: Site, start_host: Start) -> None:
