@@ -90,6 +90,7 @@ class Files(StorageEngine):
                     file.seek(span.offset)
                     data = file.read(len(span.into))
                 except FileNotFoundError:
+                    self._check_place()
                     raise BlocksMissing([span.key]) from None
                 span.into[: len(data)] = np.frombuffer(data, np.uint8)
 
