@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from glob import has_magic
 from typing import Any
 
 import numpy as np
@@ -125,8 +126,8 @@ class Files(StorageEngine):
     def drop(self, keys: Sequence[str]) -> None:
         self._check_place()
         paths = [path + end for path in map(self._path, keys) for end in ("", PART)]  # a killed writer may leave a part
-        if getattr(self._files, "async_impl", False):
-            self._files.rm(paths)  # many in one request, and those that are not there are no error
+        if getattr(self._files, "async_impl", False) and not has_magic(self._root):
+            self._files.rm(paths)  # many in one request; those not there are no error, and names may be patterns
             return
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -156,7 +157,7 @@ class _FileRoom(Room):
         try:
             with self._files.open(part, "wb") as file:
                 file.write(memoryview(self.memory))  # type: ignore[arg-type]
-            self._files.mv(part, self._path)
+            self._system.move(part, self._path)
             if self._is_durable:
                 self._system.sync(self._path)
             self._check_place()  # only now: a mount that goes away meanwhile leaves its mount point, which takes all
