@@ -32,6 +32,7 @@ from transfer_queue.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
     CheckpointUnsupported,
+    RowCleared,
     SchemaConflict,
     UnknownRows,
     UnsupportedValue,
@@ -105,7 +106,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
 
 
 def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
-    """What each of these rows has. Raises `UnknownRows`."""
+    """What each of these rows has. Raises `UnknownRows`, and `RowCleared` where one is cleared meanwhile."""
     if not keys:
         return []
     info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), partition_id)))[0]
@@ -123,6 +124,9 @@ def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
     if fields:
         status: m.RowStatus = session.call(Call(m.Production(session.next_rid(), partition_id, fields)))[0]
         everything = row_numbers(numbers_of(status.runs, 2))
+        gone = [key for key, is_there in zip(keys, np.isin(indexes, everything), strict=True) if not is_there]
+        if gone:
+            raise RowCleared(f"partition {partition_id!r}: rows {gone[:8]} were cleared while they were dumped")
         flags = np.frombuffer(status.status, np.int8).reshape(len(everything), len(fields)) != 0
         written = flags[np.searchsorted(everything, indexes)]
     tags = reply.tags or [{}] * len(keys)

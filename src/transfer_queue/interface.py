@@ -453,7 +453,7 @@ def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], part
     The directory appears whole, with all files on disk, or not at all. A key that repeats counts once. Returns
     `{"keys", "rows_with_data", "shards", "bytes"}`. Raises `FileExistsError` for a directory that exists,
     `InvalidInput` for a `<dir>.tmp` that is no draft, `UnknownRows` (a RuntimeError) for a key or partition that does
-    not exist, `NotInitialized` (a RuntimeError), OSError.
+    not exist, `RowCleared` for rows that are cleared meanwhile, `NotInitialized` (a RuntimeError), OSError.
     """
     return dump.dump(_session(), dump_dir, keys, partition_id)
 

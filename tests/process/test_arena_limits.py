@@ -274,6 +274,33 @@ def test_what_waited_for_space_in_vain_is_told_so(asked: list[int], tmp_path: Pa
     shell.unit.close()
 
 
+# ---- limits of a client ----
+
+
+def test_a_client_that_may_not_map_an_arena_is_told_why_and_keeps_no_descriptor(service: Service, child: Spawn) -> None:
+    service()
+    tq.kv_put("a", "p", {"x": torch.zeros(4 * MIB, dtype=torch.uint8)})
+    found = child("""
+        import os, resource, torch
+        import transfer_queue as tq
+        from transfer_queue.errors import ConfigError
+        tq.init()
+        tq.kv_list("p")
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 30), resource.RLIM_INFINITY))
+        before = len(os.listdir("/proc/self/fd"))
+        for turn in range(3):
+            for call in (lambda: tq.kv_batch_get("a", "p"), lambda: tq.kv_put("b", "p", {"x": torch.zeros(1 << 20)})):
+                try:
+                    call()
+                except ConfigError as error:
+                    assert "8 GiB of addresses (ulimit -v)" in str(error)
+                    print("told")
+        print(len(os.listdir("/proc/self/fd")) - before, "more")
+    """)
+    assert found.finish().split() == ["told"] * 6 + ["0", "more"]
+
+
 # ---- seals ----
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.effects import Call
 from transfer_queue.client.operations.update import rows_of
-from transfer_queue.errors import CheckpointCorrupt, InvalidInput, SchemaConflict
+from transfer_queue.client.session import Session
+from transfer_queue.errors import CheckpointCorrupt, InvalidInput, RowCleared, SchemaConflict
+from transfer_queue.wire import messages as m
 
 
 @pytest.fixture
@@ -135,6 +139,24 @@ def test_unknown_keys_and_partitions_leave_no_directory(
     with pytest.raises(RuntimeError, match=match):
         tq.dump_data_by_key(place, keys, partition)
     assert not place.parent.exists()
+
+
+@pytest.mark.parametrize("cleared", ["a", "b", "c", "abc"])
+def test_rows_that_are_cleared_while_they_are_dumped_are_named(
+    shared: tq.TransferQueueClient, place: Path, monkeypatch: pytest.MonkeyPatch, cleared: str
+) -> None:
+    put("beside", ["a", "b", "c"])
+    asked = Session.call
+
+    def beside(session: Session, call: Call) -> Any:
+        if isinstance(call.request, m.Production):
+            tq.kv_clear(list(cleared), "beside")
+        return asked(session, call)
+
+    monkeypatch.setattr(Session, "call", beside)
+    with pytest.raises(RowCleared, match=re.escape(str(list(cleared)))):
+        tq.dump_data_by_key(place, ["c", "a", "b"] if len(cleared) == 1 else ["a", "b", "c"], "beside")
+    assert not place.exists()
 
 
 def test_a_folder_of_another_where_the_draft_would_lie_stays(shared: tq.TransferQueueClient, place: Path) -> None:

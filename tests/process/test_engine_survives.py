@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from test_journal import lose_power
 from test_standby import kill, standby_of
 
 from transfer_queue import checkpoint
+from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.operations.kv import kv_clear
+from transfer_queue.client.session import Session
 from transfer_queue.errors import ConfigError, DataLost, ServiceUnavailable
 from transfer_queue.server.journal.files import numbers
 from transfer_queue.storage.engines import engine_class
+from transfer_queue.wire.address import parse_address
 
 Start = Callable[..., Host]
 SEED, TURNS = int(os.environ.get("TQ_JOURNAL_SEED", "7")), int(os.environ.get("TQ_JOURNAL_TURNS", "6"))
@@ -205,6 +209,48 @@ def test_a_directory_that_is_away_for_a_while_loses_no_row(site: Site, start_hos
     away.rename(site.files)
     assert found(host, meta) == [1.0, 1.0]
     until(lambda: len(site.names()) == 1, "the deletion of what was cleared meanwhile")
+
+
+@pytest.fixture
+def apart(site: Site, start_host: Start) -> Path:
+    """The mount of `site.host`'s client alone is away: this empty directory is in its place."""
+    host = site.host = start_host(**site.settings(), durability="process")
+    mount_point = site.files.parent / "mount point"
+    mount_point.mkdir()
+    told = host.client.session.config["engine"]
+    away = {**told, "settings": {**told["settings"], "url": f"file://{mount_point}"}}
+    host.client.session.engine = EngineAccess(away, host.client.session.pool)
+    return mount_point
+
+
+def test_a_put_of_a_client_whose_mount_is_away_is_an_error_and_leaves_nothing(site: Site, apart: Path) -> None:
+    with pytest.raises(ServiceUnavailable, match="is a mount away"):
+        put(site.host, 1.0)
+    assert list(apart.iterdir()) == []
+
+
+def test_a_client_whose_mount_is_away_is_not_told_that_rows_are_gone(site: Site, apart: Path, tmp_path: Path) -> None:
+    with closing(TransferQueueClient.of(Session(parse_address(site.host.server.address)))) as other:
+        meta = other.put(rows(1.0, 2, LARGE), partition_id="p")
+        with pytest.raises(ServiceUnavailable, match="is a mount away"):
+            site.host.client.get_data(meta)
+        with pytest.raises(ServiceUnavailable, match="is a mount away"):
+            checkpoint.save(site.host.client.session, tmp_path / "saved")
+        assert firsts(other.get_data(meta)) == [1.0, 1.0]
+
+
+def test_what_a_checkpoint_misses_is_given_up_so_that_the_next_one_is_saved(
+    site: Site, start_host: Start, tmp_path: Path
+) -> None:
+    host = site.host = start_host(**site.settings(), durability="process")
+    lost, kept = put(host, 1.0), put(host, 2.0)
+    site.block(1).unlink()
+    with pytest.raises(DataLost):
+        checkpoint.save(host.client.session, tmp_path / "saved")
+    checkpoint.save(host.client.session, tmp_path / "saved")
+    with pytest.raises(DataLost):
+        found(host, lost)
+    assert found(host, kept) == [2.0, 2.0]
 
 
 def test_an_operator_says_that_a_directory_is_gone_for_good(site: Site, start_host: Start) -> None:

@@ -31,6 +31,7 @@ from transfer_queue.errors import (
     StoreFull,
 )
 from transfer_queue.saved import remote
+from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.saved.places import folder_at
 
 ROWS = {"x": torch.arange(4_000_000.0).reshape(4, -1), "y": torch.arange(4)}
@@ -124,6 +125,17 @@ def test_the_files_of_the_checkpoint_before_are_deleted_once_they_are_replaced(
     tq.load_checkpoint(url)
 
 
+def test_a_url_may_have_the_characters_of_patterns(client: tq.TransferQueueClient, url: str) -> None:
+    client.put(ROWS, partition_id="p")
+    tq.save_checkpoint(f"{url}/lr=[0.1]*?/ck")
+    first = names(fsspec.core.url_to_fs(f"{url}/lr=[0.1]*?/ck"))
+    tq.save_checkpoint(f"{url}/lr=[0.1]*?/ck")
+    second = names(fsspec.core.url_to_fs(f"{url}/lr=[0.1]*?/ck"))
+    assert len(first) == len(second) == 2
+    assert set(first) & set(second) == {"metadata.json"}
+    tq.load_checkpoint(f"{url}/lr=[0.1]*?/ck")
+
+
 def test_a_checkpoint_is_replaced_whether_a_path_or_a_url_led_there(
     client: tq.TransferQueueClient, tmp_path: Path
 ) -> None:
@@ -154,14 +166,14 @@ def test_a_checkpoint_that_was_copied_down_from_a_store_is_replaced(
     assert not list((tmp_path / "down").glob("files-*"))
 
 
-@pytest.mark.parametrize("call", ["_listed", "write_whole", "mv"])
+@pytest.mark.parametrize("call", ["_listed", "write_whole", "move"])
 def test_of_two_that_save_at_the_same_time_the_last_is_there_whole(
     client: tq.TransferQueueClient, url: str, files: Files, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The second saves all of its own just before the first makes `call`."""
     client.put(ROWS, partition_id="p")
     tq.save_checkpoint(url, metadata={"by": "nobody"})
-    owner = {"_listed": remote.RemoteFolder, "write_whole": remote.FileSystem, "mv": files[0]}[call]
+    owner = {"_listed": remote.RemoteFolder, "write_whole": FileSystem, "move": FileSystem}[call]
     original = getattr(owner, call)
 
     def beside(*args: Any) -> Any:
@@ -245,7 +257,7 @@ def test_a_first_list_that_did_not_get_its_name_is_in_nobody_s_way(
     """As after a kill: what may be seen is not deleted."""
     client.put(ROWS, partition_id="p")
     with monkeypatch.context() as patch:
-        patch.setattr(files[0], "mv", lambda *_, **__: 1 / 0)
+        patch.setattr(FileSystem, "move", lambda *_: 1 / 0)
         with pytest.raises(ServiceUnavailable):
             tq.save_checkpoint(url)
     tq.save_checkpoint(url)

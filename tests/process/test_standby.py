@@ -439,6 +439,15 @@ def test_a_closed_service_leaves_nothing_behind_after_it_was_replaced(service: S
     assert not folder.exists()
 
 
+def test_a_service_whose_standby_is_frozen_ends_in_good_order(start_host: Callable[..., Host]) -> None:
+    host = start_host(host="", durability="process")
+    standby = standby_of(host.client)
+    freeze(standby)
+    host.close()
+    assert host.server._process.returncode == 0, "it was killed"
+    until(lambda: not _runs(standby), "the end of the standby")
+
+
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -290,9 +290,22 @@ def test_what_a_killed_writer_left_of_a_file_goes_with_its_block(
     files = Files({"url": f"file://{tmp_path}"}, True)
     room = files.reserve("tq/life/7", 8)
     with monkeypatch.context() as patch:
-        patch.setattr(files._files, "mv", lambda *_: pytest.exit("as a kill: nothing cleans up"))
+        patch.setattr(files._system, "move", lambda *_: pytest.exit("as a kill: nothing cleans up"))
         with pytest.raises(pytest.exit.Exception):
             room.seal()
     assert len(list(tmp_path.glob("tq-*"))) == 1
     files.drop(["tq/life/7"])
     assert list(tmp_path.glob("tq-*")) == []
+
+
+def test_files_may_lie_below_the_characters_of_patterns() -> None:
+    files = Files({"url": "memory://test_engine_calls/run=[1]*?"}, True)
+    for number in range(2):
+        room = files.reserve(f"tq/life/{number}", 8)
+        room.memory[:] = number
+        room.seal()
+    files.drop(["tq/life/0"])
+    assert files.missing(["tq/life/0", "tq/life/1"]) == {"tq/life/0"}
+    files.read([ReadSpan("tq/life/1", 0, found := np.zeros(8, np.uint8))])
+    assert found.tolist() == [1] * 8
+    files._system.remove("/test_engine_calls")

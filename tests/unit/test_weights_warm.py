@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -107,6 +110,28 @@ def test_what_the_kernel_may_take_stays_beyond_that(monkeypatch: pytest.MonkeyPa
     assert not mapped
     del held
     tensor_memory._pool.clear()
+
+
+def test_a_child_that_is_forked_amid_an_allocation_and_a_copy_makes_its_own() -> None:
+    held, forked = threading.Event(), threading.Event()
+
+    def amid() -> None:
+        with tensor_memory._pool._lock, tensor_memory._mover._lock:
+            held.set()
+            forked.wait(DEADLINE_S)
+
+    other = threading.Thread(target=amid)
+    other.start()
+    held.wait(DEADLINE_S)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_S))
+        tensor_memory.write(tensor_memory.room(8 << 20), tensor_memory.room(8 << 20))
+        os._exit(0)
+    forked.set()
+    other.join()
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from transfer_queue.errors import AccessDenied, ServiceUnavailable
+from transfer_queue.errors import AccessDenied, ConfigError, ServiceUnavailable
 from transfer_queue.memory.bytes import PAGE, Bytes, address_of
 from transfer_queue.memory.memfd import map_shared
 from transfer_queue.memory.private_map import (
@@ -32,13 +32,18 @@ POPULATE_CHUNKS = 32  # mapped in one call: between calls the thread competes fo
 
 
 class MappedArena:
-    """One arena, mapped on first use."""
+    """One arena, mapped on first use. Owns `fd`. Raises `ConfigError` where a limit of this process is too low."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
         self.size = size
-        shared = map_shared(fd, size)
-        private = map_private(fd, size)
+        try:
+            shared = map_shared(fd, size)
+            private = map_private(fd, size)
+        except OSError as error:
+            os.close(fd)
+            takes = f"it takes {2 * size >> 30} GiB of addresses (ulimit -v) and 3 descriptors (ulimit -n)"
+            raise ConfigError(f"this process cannot map an arena of the server: {error}; {takes}") from error
         self.shared: Bytes = np.frombuffer(shared, np.uint8)
         self.private: Bytes = np.frombuffer(private, np.uint8)
         self.private_address = address_of(self.private)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
+from glob import has_magic
 from typing import Any, TypeVar
 
 from transfer_queue.background_call import BackgroundCall
@@ -44,8 +46,30 @@ class FileSystem:
         self.files.makedirs(draft.rpartition("/")[0], exist_ok=True)
         self.files.pipe_file(draft, data)
         self.sync(draft)
-        self.files.mv(draft, path)
+        self.move(draft, path)
         self.sync(path)
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file, whatever its name. fsspec's own `mv` takes one with `[`, `*` or `?` for a pattern."""
+        from fsspec.spec import AbstractFileSystem
+
+        if type(self.files).mv is AbstractFileSystem.mv:
+            self.files.cp_file(source, target)
+            self.files.rm_file(source)
+        else:
+            self.files.mv(source, target)
+
+    def remove(self, folder: str) -> None:
+        """With all that is in it, whatever its name: `rm` takes patterns, too."""
+        if self._is_disk or not has_magic(folder):
+            self.files.rm(folder, recursive=True)
+            return
+        for path, found in sorted(self.files.find(folder, withdirs=True, detail=True).items(), reverse=True):
+            if found["type"] != "directory":
+                self.files.rm_file(path)
+                continue
+            with contextlib.suppress(OSError):  # a store has no folders
+                self.files.rmdir(path)
 
     def create_whole(self, path: str, data: bytes, draft: str) -> None:
         """As `write_whole`, where no file is: of several that do so one does, and `FileExistsError` for the others.

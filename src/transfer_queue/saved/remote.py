@@ -113,7 +113,7 @@ class RemoteFolder(Folder):
         """Nobody needs it; what is not deleted now is later."""
         with contextlib.suppress(FileNotFoundError):
             try:
-                self._timed("deleting files", self._system.files.rm, self._at(name), True)
+                self._timed("deleting files", self._system.remove, self._at(name))
             except TransferQueueError as error:
                 log.warning("%s stays: %s", self.path(name), error)
 

@@ -118,9 +118,15 @@ class PinnedSnapshot:
 
     def _read_from_engine(self, piece: m.Piece, key: str, at: int) -> memoryview:
         end = min(at + CHUNK_NBYTES, piece.nbytes)
+        session = self._session
         try:
-            found = self._session.engine.chunk(piece.block, key, piece.nbytes, at, end, self._session.timeout_s)
-        except (BlocksMissing, WrongBytes) as error:
+            found = session.engine.chunk(piece.block, key, piece.nbytes, at, end, session.timeout_s)
+        except BlocksMissing as error:
+            # The server gives up the rows of what it does not find either, so that the next one can be saved.
+            missing = m.ReportMissing(session.next_rid(), np.array([piece.block], np.int64).tobytes())
+            session.call(Call(missing, to=session.engine.books, wait_s=session.timeout_s))
+            raise DataLost(f"block {piece.block} of what is to be saved: {error}") from error
+        except WrongBytes as error:
             raise DataLost(f"block {piece.block} of what is to be saved: {error}") from error
         return memoryview(found)  # type: ignore[arg-type]
 

@@ -7,6 +7,8 @@ import contextlib
 import gc
 import logging
 import os
+import select
+import signal
 import socket
 import sys
 import threading
@@ -27,6 +29,7 @@ log = logging.getLogger("transfer_queue.server")
 
 FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or much is written
 AGAIN_S, LATEST_S = 1.0, 60.0  # after a standby could not be made, or was killed; longer each time it cannot be made
+LEAVES_S = 0.5  # for so long the end of the service waits for its standby, which may be frozen
 ARENA, LEAVE = b"a", b"x"
 
 
@@ -36,6 +39,12 @@ class Standby(NamedTuple):
     pid: int
     line: socket.socket
     watch: int
+
+    def ends(self, within_s: float) -> bool:
+        """Blocks."""
+        poll = select.poll()
+        poll.register(self.watch, select.POLLIN)
+        return bool(poll.poll(1e3 * within_s))
 
 
 class StandbyKeeper:
@@ -143,7 +152,7 @@ class StandbyKeeper:
         asyncio.get_running_loop().remove_reader(standby.watch)
         os.close(standby.watch)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(standby.pid, 0)
+            os.waitpid(standby.pid, os.WNOHANG)
         if standby is not self._standby:
             return
         log.warning("the standby ended; another one is made, until then the rows end with this process")
@@ -153,12 +162,15 @@ class StandbyKeeper:
         self._schedule(AGAIN_S)
 
     def close(self) -> None:
-        """The service ends, and its standby before it."""
+        """The service ends, and its standby before it: one that does not leave is killed."""
         self._closed = True
         self._recorder.begin(None)
         if self._standby is not None:
             standby, self._standby = self._standby, None
             self._dismiss(standby)
+            if not standby.ends(LEAVES_S):
+                signal.pidfd_send_signal(standby.watch, signal.SIGKILL)
+                standby.ends(LEAVES_S)
             self._ended(standby)
 
     # in the standby

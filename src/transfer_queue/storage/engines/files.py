@@ -3,14 +3,15 @@
 The slowest engine, which needs no server of its own and loses nothing when one ends.
 
 A file beside them, `.tq-place`, names the directory. Where it is not there, or is another one, a mount may be away or a
-store another one: then nothing is said to be missing, and nothing is deleted.
+store another one: then nothing is said to be missing, nothing is deleted, and nothing counts as written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from glob import has_magic
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class Files(StorageEngine):
         return {"url": self._url, "durable": self._is_durable, "place": self._place}
 
     def reserve(self, key: str, nbytes: int) -> Room:
-        return _FileRoom(self._system, self._path(key), nbytes, self._is_durable)
+        return _FileRoom(self._system, self._path(key), nbytes, self._is_durable, self._check_place)
 
     def read(self, spans: Sequence[ReadSpan]) -> None:
         opened: dict[str, Any] = {}
@@ -90,6 +91,7 @@ class Files(StorageEngine):
                     file.seek(span.offset)
                     data = file.read(len(span.into))
                 except FileNotFoundError:
+                    self._check_place()
                     raise BlocksMissing([span.key]) from None
                 span.into[: len(data)] = np.frombuffer(data, np.uint8)
 
@@ -124,8 +126,8 @@ class Files(StorageEngine):
     def drop(self, keys: Sequence[str]) -> None:
         self._check_place()
         paths = [path + end for path in map(self._path, keys) for end in ("", PART)]  # a killed writer may leave a part
-        if getattr(self._files, "async_impl", False):
-            self._files.rm(paths)  # many in one request, and those that are not there are no error
+        if getattr(self._files, "async_impl", False) and not has_magic(self._root):
+            self._files.rm(paths)  # many in one request; those not there are no error, and names may be patterns
             return
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -141,23 +143,28 @@ def _name(key: str) -> str:
 
 class _FileRoom(Room):
     """Written under another name, then renamed: nobody reads half a file. One that `is_durable` is on the disk when it
-    is sealed; nobody is told of it before."""
+    is sealed; nobody is told of it before. `check_place` raises where that is not the place it was to go to."""
 
-    def __init__(self, system: FileSystem, path: str, nbytes: int, is_durable: bool) -> None:
+    def __init__(
+        self, system: FileSystem, path: str, nbytes: int, is_durable: bool, check_place: Callable[[], None]
+    ) -> None:
         self.memory: Bytes = np.empty(nbytes, np.uint8)
         self._system, self._files, self._path, self._is_durable = system, system.files, path, is_durable
+        self._check_place = check_place
 
     def seal(self) -> None:
         part = self._path + PART  # a key has one writer
         try:
             with self._files.open(part, "wb") as file:
                 file.write(memoryview(self.memory))  # type: ignore[arg-type]
-            self._files.mv(part, self._path)
+            self._system.move(part, self._path)
             if self._is_durable:
                 self._system.sync(self._path)
+            self._check_place()  # only now: a mount that goes away meanwhile leaves its mount point, which takes all
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._files.rm_file(part)
+            for path in (part, self._path):
+                with contextlib.suppress(OSError):
+                    self._files.rm_file(path)
             if error.errno in FULL:
                 raise StoreFull(f"{len(self.memory)} bytes do not fit: {error}") from error
             raise

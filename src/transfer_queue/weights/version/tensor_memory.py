@@ -23,10 +23,20 @@ from transfer_queue.memory.uploads import Upload, upload
 KEEP_NBYTES = 1 << 30
 LENT_PART = 0.25
 T = TypeVar("T")
-_pool = Pool(KEEP_NBYTES, lends_idle=True)
-if _pool.lends_idle:
-    _pool.keep_nbytes = max(KEEP_NBYTES, int(LENT_PART * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
-_mover = Mover()
+_pool: Pool
+_mover: Mover
+
+
+def _start() -> None:
+    """Also in a forked child: another thread of the parent may have been amid an allocation, or a copy."""
+    global _pool, _mover
+    _pool, _mover = Pool(KEEP_NBYTES, lends_idle=True), Mover()
+    if _pool.lends_idle:
+        _pool.keep_nbytes = max(KEEP_NBYTES, int(LENT_PART * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+
+
+_start()
+os.register_at_fork(after_in_child=_start)
 
 
 def room(nbytes: int) -> torch.Tensor:
