@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from conftest import freeze, until
-from hosts import CLIENT, LARGE, Host, firsts, rows
+from hosts import CLIENT, LARGE, UNIT_TOKEN, Host, firsts, rows
 
-from transfer_queue.errors import DataLost, DeadlineExceeded, ServiceRestarted, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import (
+    DataLost,
+    DeadlineExceeded,
+    InvalidInput,
+    ServiceRestarted,
+    ServiceUnavailable,
+    TransferQueueError,
+)
+from transfer_queue.wire import handshake
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.aio import AsyncConnection
 
 
 def test_a_killed_unit_takes_its_rows_and_that_is_told(start_host: Callable[..., Host]) -> None:
@@ -31,6 +46,54 @@ def test_a_killed_unit_takes_its_rows_and_that_is_told(start_host: Callable[...,
     assert firsts(head.client.get_data(meta)) == [5, 5]
     with pytest.raises(TransferQueueError):
         unit.client.get_data(meta)
+
+
+def test_a_second_unit_at_the_address_of_a_living_one_is_refused_and_no_row_is_lost(
+    start_host: Callable[..., Host],
+) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    meta = unit.client.put(rows(1, 2, LARGE), partition_id="p")
+
+    async def second() -> Any:
+        async with joined_at(head, unit.server.tcp) as answer:
+            return answer
+
+    answer = asyncio.run(second())
+    assert (type(answer), answer.code) == (m.Failed, InvalidInput.code)
+    assert unit.server.tcp in answer.text
+    assert [one["address"] for one in head.client.stats()["units"].values()] == [unit.server.tcp]
+    assert firsts(head.client.get_data(meta)) == [1, 1]
+
+
+def test_a_unit_takes_the_place_of_one_whose_end_nobody_has_heard_of(start_host: Callable[..., Host]) -> None:
+    """Its host lost power: it says so when something is sent to it."""
+    head = start_host()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    async def replaced() -> None:
+        told = asyncio.Event()
+        async with joined_at(head, f"127.0.0.1:{port}", told) as answer:
+            assert isinstance(answer, m.Joined)
+            starting = asyncio.create_task(asyncio.to_thread(start_host, join=head.tcp, port=port))
+            await asyncio.wait_for(told.wait(), 30.0)
+        await starting
+
+    asyncio.run(replaced())
+    assert [one["away"] for one in head.client.stats()["units"].values()] == [False]
+
+
+@asynccontextmanager
+async def joined_at(head: Host, address: str, told: asyncio.Event | None = None) -> AsyncIterator[Any]:
+    """A unit without blocks that says that it is at `address`: the answer to its join. `told`: set by any push."""
+    told = told or asyncio.Event()
+    connection = AsyncConnection(parse_address(head.tcp, UNIT_TOKEN), m.decode_server, lambda _: told.set())
+    await connection.open(os.urandom(16), 5.0, role=handshake.UNIT)
+    try:
+        yield (await connection.call(m.Join(1, os.urandom(16), address, b""), None, 5.0))[0]
+    finally:
+        connection.close()
 
 
 def test_rows_of_a_unit_that_is_away_are_handed_to_nobody(start_host: Callable[..., Host]) -> None:

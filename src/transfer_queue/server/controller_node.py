@@ -92,8 +92,10 @@ class ControllerNode:
                 case m.Join(service=service) if service and not self._may_have(message):
                     raise InvalidInput("the journal of this unit has rows of another service")
                 case m.Join(address=address):
+                    where = _bracketed(host) * address.startswith(":") + address
+                    self.members.refuse_second(message, where)
                     self.controller.expire(time.monotonic())  # rows are ready again: leases of who gets them begin now
-                    joined = self.members.join(message, _bracketed(host) * address.startswith(":") + address, line)
+                    joined = self.members.join(message, where, line)
                     self.service.apply_outcomes()
                     return joined
                 case _ if not unit:

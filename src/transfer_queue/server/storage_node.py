@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ log = logging.getLogger("transfer_queue.server")
 CONNECT_S = 5.0
 REPLY_S = 10.0
 AGAIN_S = 0.25
+TAKEN_S = 2.0  # for so long a unit that starts is refused where the one before it may not be known to be gone
 
 
 class StorageNode:
@@ -59,6 +61,7 @@ class StorageNode:
         self.service = make(self.remote, unit)
         self._controller = controller._replace(token=unit_token)
         self._address = ""
+        self._has_joined = False
         self._deliver = deliver
         self._recorder = recorder
         self._away_s = away_s
@@ -90,11 +93,19 @@ class StorageNode:
     async def join(self, address: str) -> None:
         """Join as the unit that readers of other hosts reach at `address`.
 
-        Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`.
+        Raises `ServiceUnavailable`, `AccessDenied`, `DeadlineExceeded`; `InvalidInput` where a unit is at that address
+        already, or the journal of this one is of another service.
         """
         self._address = address
         await self.remote.check()
-        await self._join()
+        deadline = time.monotonic() + TAKEN_S
+        while True:
+            try:
+                return await self._join()
+            except InvalidInput:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(AGAIN_S)
 
     async def _join(self) -> None:
         """Join, or join again. Where another life of the controller answers, none of the rows here is one of its."""
@@ -115,7 +126,6 @@ class StorageNode:
 
     async def _offer_blocks(self, welcome: m.Welcome) -> None:
         unit, life = self.service.unit, self.service.life.unit
-        is_first = not self.remote.life.service
         if welcome.service != self.remote.life.service:
             if self._recorder is not None:
                 self._recorder.leave_out()  # all of it is of another life from now on
@@ -129,13 +139,14 @@ class StorageNode:
         doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
         published = [number for number in unit.published() if number not in doubtful]
         self.service.pending.join_again()
-        joined = await self._ask(self._offer(published, self.membership.service if is_first else b""))
+        joined = await self._ask(self._offer(published, b"" if self._has_joined else self.membership.service))
         if isinstance(joined, m.Failed):
             raise error_from_code(joined.code, joined.text)
         if not isinstance(joined, m.Joined):
             raise ServiceUnavailable(f"the controller at {self._controller} took no unit: {joined}")
         if joined.unit != unit.number:
             self._renumber(joined.unit)
+        self._has_joined = True
         self.membership = Membership(joined.unit, self.membership.incarnation, welcome.service)
         self._drop(joined.gone)
         await self._resolve_in_doubt()

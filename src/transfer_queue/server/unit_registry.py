@@ -4,7 +4,8 @@ A unit joins over a connection of its own and learns there which of its blocks a
 connection is lost the unit is *away*: its rows stay, nobody is handed them, and reading them fails at once. One that
 has a standby is expected for `RETURN_S`: who wants to read waits at its door. It may come back with all it had
 for as long as it said when it joined; after that its rows are lost, and said to be. They are at once when another
-incarnation appears at its address, unless it has a journal: then that one may still bring them back.
+incarnation joins at its address, unless it has a journal: then that one may still bring them back. Nobody joins at the
+address of a unit whose connection is there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from transfer_queue.controller.controller import GIVEN_UP
-from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.errors import InvalidInput, ServiceUnavailable
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -94,6 +95,15 @@ class UnitRegistry:
         self.show(member.number)
         needed = {block for block in self.known() if unit_of(block) == member.number}
         return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
+
+    def refuse_second(self, message: m.Join, address: str) -> None:
+        """Raises `InvalidInput` where another unit is at `address`: readers of its rows would ask this one. A push to
+        one that is gone brings about the end of its connection, where that was not heard of."""
+        for member in self._members.values():
+            if member.address == address and member.incarnation != message.incarnation and member.line is not None:
+                member.line.push(m.Drop(numbers([])))
+                text = "each needs a server.host and a server.port by which others reach it, and no other unit"
+                raise InvalidInput(f"storage unit {member.number} at {address} is connected: {text}")
 
     def _replace(self, address: str) -> None:
         """Give up the unit that was at `address`: the one there now holds none of its blocks."""
