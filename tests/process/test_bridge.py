@@ -172,7 +172,7 @@ def test_columns_that_a_batch_may_lack(bridge: RolloutBridge, step: str) -> None
 def test_a_task_has_each_row_once_and_another_task_has_it_too(bridge: RolloutBridge, step: str) -> None:
     bridge.put(step, rollout())
     bridge.fetch(step, "actor", 0, timeout_s=5)
-    with pytest.raises(DeadlineExceeded, match="declared"):
+    with pytest.raises(DeadlineExceeded, match=f"declared.*{N} were taken by the task before: `reset_consumption`"):
         bridge.fetch(step, "actor", 0, timeout_s=0.05)
     assert len(bridge.fetch(step, "critic", 0, timeout_s=5)) == N
 
@@ -193,6 +193,8 @@ def test_a_rank_that_dies_before_its_ack_leaves_its_rows_to_the_next(
         sys.stdin.readline()
     """)
     assert dying.line() == "has them"
+    with pytest.raises(DeadlineExceeded, match="5 are on lease"):
+        bridge.fetch(step, "actor", 1, 2, timeout_s=0.05)
     dying.kill()
     fetched = bridge.fetch(step, "actor", 1, 2, lease_s=60, timeout_s=20)
     check(fetched, batch, [5, 6, 7, 8, 9])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Child
+from conftest import Child, until
 from rollouts import SCHEMA, N, rollout
 
 import transfer_queue as tq
@@ -34,17 +34,21 @@ RANK = """
     tq.init()
     bridge = RolloutBridge(tq.get_client(), SCHEMA)
     for line in sys.stdin:
-        step, how, columns, part, timeout_s = json.loads(line)
+        step, how, columns, part, timeout_s, lease_s = json.loads(line)
         slices = {{"experts": tq.Slice.of_rank(rank % 2, 2)}} if part else None
         try:
             found = fetch_together(bridge, group, step, "actor", rank // 2, 2, columns=columns, how=how,
-                                   slices=slices, timeout_s=timeout_s)
+                                   slices=slices, lease_s=lease_s, timeout_s=timeout_s)
             plain = {{
                 name: [None if row is None else {{key: value.tolist() for key, value in row.items()}}
                        if isinstance(row, dict) else row.tolist() for row in rows]
                 for name, rows in found.columns.items()
             }}
             print(json.dumps([plain, found.schedule["partition"]]), flush=True)
+            if lease_s:
+                print(found.meta.lease, flush=True)
+                if sys.stdin.readline() == "ack\\n":
+                    bridge.ack(found)
         except Exception as error:
             print(json.dumps([type(error).__name__, str(error)]), flush=True)
     tq.close()
@@ -58,9 +62,9 @@ def ranks(client: tq.TransferQueueClient, child: Callable[[str], Child], tmp_pat
     return [child(RANK.format(rank=rank, store=tmp_path / "store", helpers=helpers)) for rank in range(WORLD)]
 
 
-def ask(ranks: list[Child], *what: Any) -> list[Any]:
+def ask(ranks: list[Child], *what: Any, lease_s: float | None = None) -> list[Any]:
     for one in ranks:
-        one.say(json.dumps(what))
+        one.say(json.dumps([*what, lease_s]))
     return [json.loads(one.line()) for one in ranks]
 
 
@@ -99,3 +103,16 @@ def test_all_ranks_hear_of_it_when_the_first_gets_nothing(client: tq.TransferQue
     found = ask(ranks, "step", "broadcast", ["tokens"], False, 20)  # and the group works on
     assert [len(columns["tokens"]) for columns, _ in found] == [N // 2] * WORLD
     assert torch.tensor(found[3][0]["tokens"][0]).tolist() == batch["tokens"][5]
+
+
+def test_the_first_rank_has_the_rows_on_a_lease(client: tq.TransferQueueClient, ranks: list[Child]) -> None:
+    batch = rollout()
+    bridge = RolloutBridge(client, SCHEMA)
+    bridge.put("step", batch, dp_size=2)
+    ask(ranks, "step", "broadcast", ["tokens"], False, 20, lease_s=60)
+    leases = [int(one.line()) for one in ranks]
+    assert [bool(lease) for lease in leases] == [True, False] * 2
+    ranks[0].say("ack")  # and the first of the other group dies
+    ranks[2].kill()
+    assert len(bridge.fetch("step", "actor", 1, 2, columns=["tokens"], timeout_s=20)) == N // 2
+    until(lambda: bool(client.check_consumption_status("actor", "step")), "the first group's acknowledgement")

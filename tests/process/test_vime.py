@@ -165,6 +165,38 @@ def test_ranks_get_the_rewards_and_lengths_of_all_rows_as_vime_has_them(
         one.finish()
 
 
+def test_a_rank_that_is_started_again_gets_its_rollout_once_more(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, rollout(0), schedule=Schedule.even(ROWS, 1))
+    first = asking(child, tmp_path / "first", args)
+    found = asked(first, 0)
+    assert asked(first, 0) == found  # also where the rank asks again
+    first[0].kill()
+    second = asking(child, tmp_path / "second", args)
+    assert asked(second, 0) == found
+    second[0].finish()
+
+
+def test_a_rollout_is_used_when_the_rank_asks_for_the_next(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    args.max_staleness = 2
+    manager = TransferQueueBridge.connect(args)
+    for rollout_id in range(3):
+        manager.transfer_rollout_data(rollout_id, rollout(rollout_id), schedule=Schedule.even(ROWS, 1))
+    ranks = asking(child, tmp_path / "store", args)
+    asked(ranks, 0)
+    client = tq.get_client()
+    assert not client.check_consumption_status("actor_train", "train_0")
+    asked(ranks, 1)
+    assert client.check_consumption_status("actor_train", "train_0")
+    manager.clear_partition(1)  # as the driver does before it asks for the next
+    assert asked(ranks, 2) != [None]
+    assert asked(ranks, 0, timeout_s=0.1) == [None]
+    ranks[0].finish()
+
+
 def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:
     args.use_critic = True
     bridge = TransferQueueBridge.connect(args)

@@ -43,6 +43,7 @@ def fetch_together(
     form: Form = "tensors",
     slices: Mapping[str, Slice] | None = None,
     how: Literal["auto", "broadcast", "read"] = "auto",
+    lease_s: float | None = None,
     timeout_s: float | None = None,
 ) -> Fetched:
     """As `RolloutBridge.fetch`, for every rank of `group` (None: all); all of them call it, with the same arguments.
@@ -51,8 +52,9 @@ def fetch_together(
 
     "broadcast": the first rank fetches, and the others receive its columns as they are stored. "read": the others read
     from the service themselves; they may differ in `slices` then, and ranks of one host share its memory. "auto":
-    "read" where the service has one host, else "broadcast". The first rank decides. Only it takes the rows. Blocks for
-    the group. Raises what `fetch` raised, on all ranks.
+    "read" where the service has one host, else "broadcast". The first rank decides. Only it takes the rows, or has them
+    on a lease (`meta.lease` is 0 on the others): it calls `ack`. Blocks for the group. Raises what `fetch` raised, on
+    all ranks.
     """
     if how not in ("auto", "broadcast", "read"):
         raise InvalidInput(f'how is "auto", "broadcast" or "read", got {how!r}')
@@ -72,7 +74,7 @@ def fetch_together(
         try:
             fetched = bridge.fetch_stored(
                 partition_id, task, dp_rank, dp_size, convert, columns=wanted, others=others, slices=slices,
-                timeout_s=timeout_s,
+                lease_s=lease_s, timeout_s=timeout_s,
             )  # fmt: skip
             packed = said[0] if said else None
         except BaseException as error:

@@ -110,7 +110,7 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
     if task is not None and task.limit is not None and task.limit.max_age is not None:
         text += f", none of them more than {task.limit.max_age} versions of the weights old"
     if table is not None and task is not None:
-        text += _away(message, table, task)
+        text += _away(message, table, task) + _had(message, table, task)
     unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
     return f"{text}; nobody has written {unwritten} there" if unwritten else text
 
@@ -143,6 +143,19 @@ def _away(message: m.Fetch, table: Table, task: Task) -> str:
     written, ready = table.written(free, message.fields), table.ready(free, message.fields)
     count = 0 if written is None or ready is None else int(np.count_nonzero(written & ~ready))
     return f", {count} on storage units that are away ({sorted(table.away)[:LISTED]})" if count else ""
+
+
+def _had(message: m.Fetch, table: Table, task: Task) -> str:
+    """For those who want all: how many rows are ready, and missing because the task has them."""
+    if message.batch_size != m.ALL or not task.num_consumed + task.num_lent:
+        return ""
+    live = table.live_slots()
+    ready = table.ready(live, message.fields)
+    slots = live[:0] if ready is None else live[ready]
+    taken, lent = int(np.count_nonzero(task.consumed[slots])), int(np.count_nonzero(task.lease[slots] > 0))
+    had = [f"{taken} were taken by the task before: `reset_consumption` offers them again"] if taken else []
+    had += [f"{lent} are on lease until their holder acknowledges, releases or ends"] if lent else []
+    return "".join(f"; {one}" for one in had)
 
 
 def _taken(message: m.Fetch, task: Task, sampler: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transfer_queue.bridge.ranks import fetch_together
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations.partitions import open_partition
-from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
 from transfer_queue.integrations.vime.fields import (
     SCHEDULE,
     SCHEMA,
@@ -35,6 +36,7 @@ ACTOR_TRAIN_TASK = "actor_train"
 CRITIC_TRAIN_TASK = "critic_train"
 CRITIC_VALUE_FIELDS = ["values"]
 SERIES = "train"
+LEASE_S = 86400.0  # longer than anybody trains on one rollout: what ends a lease is the end of its rank
 REMARK_S = 60.0  # a rollout that waits for room says so this often
 
 
@@ -47,6 +49,7 @@ class TransferQueueBridge:
     def __init__(self, args: Namespace, client: TransferQueueClient | None = None) -> None:
         self.args = args
         self.client = client
+        self._leased: dict[str, tuple[int, BatchMeta]] = {}  # by task: the rollout that this rank trains on
 
     # the run
 
@@ -170,7 +173,13 @@ class TransferQueueBridge:
         bridge.put(self.partition_id(rollout_id), ready)
 
     def get_data(
-        self, rollout_id: int, *, task_name: str, data_fields: list[str] | None = None, timeout_s: float | None = None
+        self,
+        rollout_id: int,
+        *,
+        task_name: str,
+        data_fields: list[str] | None = None,
+        lease_s: float = LEASE_S,
+        timeout_s: float | None = None,
     ) -> tuple[dict[str, Any], BatchMeta] | tuple[None, None]:
         """The rows of this rank as vime's actors take them, with the schedule, and their metadata for `put_data`.
 
@@ -179,9 +188,13 @@ class TransferQueueBridge:
         comes with them, of objects those that vime forwards (`fields.FORWARDED`). (None, None) where that took longer
         than `timeout_s` (default: the session's); the log says what is missing. `raw_reward` is that of all rows, as
         vime has it, and `seq_lens` are the lengths of all of them, which vime's `Timer().seq_lens` takes.
+
+        The rows are on a lease until the task's next rollout is asked for: a rank that is started again, or that asks
+        for the same rollout again, gets them once more. With `lease_s=0` they are taken at once.
         """
         mpu = importlib.import_module("megatron.core.parallel_state")
         bridge = RolloutBridge(self._connected(), SCHEMA)
+        self._end_lease(rollout_id, task_name)
         groups = [mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()]
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             groups.append(mpu.get_pipeline_model_parallel_group())
@@ -195,11 +208,14 @@ class TransferQueueBridge:
                 mpu.get_data_parallel_world_size(with_context_parallel=False),
                 columns=data_fields,
                 others=True,
+                lease_s=lease_s,
                 timeout_s=timeout_s,
             )
         except DeadlineExceeded as error:
             log.warning("rollout %s: %s", rollout_id, error)
             return None, None
+        if fetched.meta.lease:
+            self._leased[task_name] = rollout_id, fetched.meta
         batch = as_rollout_batch(fetched.columns, data_fields or ())
         batch |= {name: fetched.schedule[name] for name in SCHEDULE if fetched.schedule.get(name) is not None}
         return batch, fetched.meta
@@ -224,6 +240,17 @@ class TransferQueueBridge:
         """The rollout is over; the next one may begin."""
         if self.enabled(self.args) and self.client is not None:
             self.client.clear_partition(self.partition_id(rollout_id))
+
+    def _end_lease(self, rollout_id: int, task_name: str) -> None:
+        """What the task had before was used, or is wanted again."""
+        before, meta = self._leased.pop(task_name, (rollout_id, None))
+        if meta is None:
+            return
+        with suppress(LeaseExpired):  # it lasted too long, or the service is another one: there is nothing to end
+            if before == rollout_id:
+                self._connected().release(meta)
+            else:
+                self._connected().ack(meta)
 
     def _connected(self) -> TransferQueueClient:
         if self.client is None:
