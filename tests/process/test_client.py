@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.errors import (
@@ -180,6 +180,59 @@ def test_metadata_may_span_partitions(shared: tq.TransferQueueClient, part: str)
     shared.clear_samples(both)
     assert shared.get_consumption_status("t", part)[0].tolist() == one.global_indexes[2:]
     assert shared.get_consumption_status("t", part + "2")[0].tolist() == []
+
+
+def test_of_a_put_over_several_partitions_that_is_refused_nothing_is_stored(
+    shared: tq.TransferQueueClient, part: str
+) -> None:
+    metas = [shared.put({"x": torch.zeros(2, 3)}, partition_id=f"{part}-{name}") for name in "ab"]
+    both = tq.BatchMeta.concat(metas)
+    both.update_custom_meta([{"n": number} for number in range(4)])
+    for bad in ({"x": torch.ones(4, 3), "y": [1, 2, 3, threading.Lock()]}, {"x": torch.ones(4, 3), "y": [1, 2, 3]}):
+        with pytest.raises((UnsupportedValue, InvalidInput)):
+            shared.put(bad, metadata=both)
+    tagged = tq.BatchMeta.concat(metas)
+    tagged.update_custom_meta([{"n": 1}, {}, {}, {"other": object()}])
+    with pytest.raises(UnsupportedValue, match="tag 3"):
+        shared.set_custom_meta(tagged)
+    assert [shared.get_data(meta)["x"].sum().item() for meta in metas] == [0, 0]
+    assert [shared.get_meta(["x"], 2, f"{part}-{name}", "force_fetch").custom_meta for name in "ab"] == [[{}, {}]] * 2
+    assert shared.get_production_status(["y"], f"{part}-a") == (None, None)
+    with pytest.raises(UnsupportedValue):
+        shared.update(both, "x", {"x": torch.ones(4, 3)}, lambda was, now: threading.Lock() if now[0] else was)
+    assert [shared.get_data(meta)["x"].sum().item() for meta in metas] == [0, 0]
+    for name in "ab":
+        shared.clear_partition(f"{part}-{name}")
+
+
+def test_the_schema_of_one_meta_is_nobody_elses(shared: tq.TransferQueueClient, part: str) -> None:
+    first, second = (shared.put({"x": torch.zeros(2, 3)}, partition_id=part) for _ in range(2))
+    for meta in (first, second):
+        shared.put({"y": torch.zeros(2, 7)}, metadata=meta)
+    first.field_schema["y"]["shape"] = None
+    assert second.field_schema["y"]["shape"] == (7,)
+    assert shared.get_meta(["y"], 2, part, task_name="t").field_schema["y"]["shape"] == (7,)
+
+
+def test_fields_are_named_by_a_list(shared: tq.TransferQueueClient, part: str) -> None:
+    shared.put({"tokens": torch.zeros(2, 3)}, partition_id=part)
+    with pytest.raises(InvalidInput, match="a list of names"):
+        shared.get_meta("tokens", 2, part, task_name="t")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="a list of names"):
+        shared.take(part, "tokens", 2, "t")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tokenz", "text"])
+def test_out_is_for_fields_of_tensors_that_are_read(shared: tq.TransferQueueClient, part: str, name: str) -> None:
+    meta = shared.put({"tokens": torch.ones(2, 3), "text": ["a", "b"]}, partition_id=part)
+    with pytest.raises(InvalidInput, match=f"out has '{name}'"):
+        shared.get_data(meta, out={name: torch.zeros(2, 3)})
+    assert shared.get_data(meta)["text"].tolist() == ["a", "b"]
+
+
+def test_a_value_for_all_rows_may_come_first(shared: tq.TransferQueueClient, part: str) -> None:
+    meta = shared.put({"source": NonTensorData("math"), "x": torch.zeros(2)}, partition_id=part)
+    assert shared.get_data(meta)["source"].tolist() == ["math", "math"]
 
 
 def test_a_jagged_batch_may_span_partitions(shared: tq.TransferQueueClient, part: str) -> None:

@@ -79,8 +79,8 @@ class Operations:
         `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
         return ops.get_meta(
-            self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
-            lease_s, token_budget,
+            self.session, ops.field_list(data_fields), batch_size, partition_id, mode, task_name, sampling_config,
+            timeout_s, lease_s, token_budget,
         )  # fmt: skip
 
     def take(
@@ -103,8 +103,8 @@ class Operations:
         was taken. `dense`, `pad` and `slices` as in `get_data`.
         """
         return take(
-            self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config,
-            dense, pad, slices,
+            self.session, partition_id, ops.field_list(data_fields), batch_size, task_name, lease_s, timeout_s,
+            sampling_config, dense, pad, slices,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
@@ -280,7 +280,7 @@ class Operations:
 
         (None, None) when the partition or a field is unknown.
         """
-        request = m.Production(self.session.next_rid(), partition_id, list(data_fields))
+        request = m.Production(self.session.next_rid(), partition_id, ops.field_list(data_fields))
         return ops.status((yield Call(request))[0], len(set(data_fields)))
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> Operation[bool]:
@@ -289,7 +289,9 @@ class Operations:
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> Operation[bool]:
         """Whether every row has all `data_fields`, and there are as many as the partition declares."""
-        return ops.is_done((yield Call(m.Production(self.session.next_rid(), partition_id, list(data_fields))))[0])
+        return ops.is_done(
+            (yield Call(m.Production(self.session.next_rid(), partition_id, ops.field_list(data_fields))))[0]
+        )
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> Operation[bool]:
         """Offer every row again to one task, or to all. True, also for an unknown partition."""

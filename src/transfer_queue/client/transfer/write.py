@@ -23,6 +23,7 @@ from transfer_queue.wire import messages as m
 
 WRITE_NBYTES = 32 << 20
 _TAG_VALUES = Lowering(None, allow_pickle=False)
+_NUMBERS = (np.bool_, np.integer, np.floating)  # travel as Python's
 _EXACT = frozenset((str, float, bool, type(None), bytes))
 
 
@@ -184,7 +185,7 @@ def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
             out[key] = value
             continue
         try:
-            out[key] = _TAG_VALUES.lower(value)
+            out[key] = _TAG_VALUES.lower(value.item() if isinstance(value, _NUMBERS) else value)
         except (UnsupportedValue, RecursionError) as error:
             raise UnsupportedValue(f"tag {row}, name {key!r}: {error}") from None
     return out
