@@ -58,7 +58,10 @@ class Lazy(torch.Tensor):
         first: Any = args[0] if args else None
         if getattr(func, "is_view", False) and isinstance(first, Lazy):
             made = func(first._view, *args[1:], **(kwargs or {}))
-            return [first._at(one) for one in made] if isinstance(made, (list, tuple)) else first._at(made)
+            if isinstance(made, (list, tuple)):
+                return [first._at(one) for one in made]
+            if made.dtype == first.dtype:  # else a view of the bytes, which no box of the tensor is
+                return first._at(made)
         if func is aten.copy_.default and isinstance(args[1], Lazy) and not isinstance(first, Lazy):
             return _copied(func, first, args[1])
         if func is aten._local_scalar_dense.default and isinstance(first, Lazy):
