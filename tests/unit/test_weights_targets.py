@@ -253,6 +253,71 @@ def test_a_commit_waits_for_readers_until_its_deadline_and_may_be_tried_again(ma
     assert same(live(receiver), weights)
 
 
+class Counting(torch.nn.Module):
+    """Assigns its buffers in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(256))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        found: torch.Tensor = self.linear(given)
+        return found
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("mode", ["in place", "swap"])
+def test_a_buffer_that_a_forward_pass_assigns_before_the_commit_is_of_the_version(mode: str, undo: bool) -> None:
+    receiver = Receiver(MODES[mode](Counting(), **({"undo": undo} if mode == "in place" else {})))
+    for number in (1, 2):
+        weights = drawn(Counting(), number)
+        version = full(weights, number)
+        for index in receiver.open(version.manifest, 30):
+            receiver.stage(index, version.buckets[index])
+        receiver.verify()
+        with receiver.reading() as found:
+            found.module(torch.ones(2))
+        receiver.commit()
+        assert same(live(receiver), weights)
+
+
+@pytest.mark.parametrize("mode", ["in place", "swap"])
+def test_a_buffer_of_another_shape_than_was_verified_fails_the_commit_and_nothing_changes(mode: str) -> None:
+    module = Counting()
+    receiver = Receiver(MODES[mode](module))
+    version = full(drawn(Counting(), 1), 1)
+    for index in receiver.open(version.manifest, 30):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    module.calls = torch.zeros(4)
+    before = copy_of(module)
+    with pytest.raises(CommitFailed, match="another 'calls'"):
+        receiver.commit()
+    assert same(live(receiver), before)
+    assert not receiver.installed().dirty
+
+
+def test_a_difference_to_a_buffer_that_was_replaced_fails_the_commit_and_nothing_changes() -> None:
+    receiver = Receiver(InPlace(module := Counting()))
+    old = drawn(Counting(), 1)
+    install(receiver, full(old, 1))
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["calls"][0] += 1
+    version = delta(old, new, 2, 1)
+    for index in receiver.open(version.manifest, 30):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    module(torch.ones(2))
+    before = copy_of(module)
+    with pytest.raises(CommitFailed, match="replaced"):
+        receiver.commit()
+    assert same(live(receiver), before)
+    install(receiver, full(new, 2))
+    assert same(live(receiver), new)
+
+
 def test_a_thread_that_reads_cannot_commit() -> None:
     receiver = Receiver(InPlace(Net()))
     with receiver.reading(), pytest.raises(InvalidInput, match="reading"):
