@@ -29,6 +29,8 @@ _SAFETENSORS = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _SAFETENSORS["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 class TensorMeta(NamedTuple):
