@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 
@@ -206,16 +207,38 @@ def test_flip_does_not_wait_for_readers_but_for_stragglers_in_the_module_to_writ
     install(receiver, full(states[1], 1))
     with receiver.reading() as old:
         assert install(receiver, full(states[2], 2)).drain_s == 0
-        with receiver.reading() as new:
-            assert (old.tag.version, new.tag.version) == (1, 2)
-            assert same(copy_of(old.module), states[1])
-            assert same(copy_of(new.module), states[2])
+        new_version, new = contextvars.Context().run(lambda: (receiver.installed().version, live(receiver)))
+        assert (old.tag.version, new_version) == (1, 2)  # another task, or thread
+        assert same(copy_of(old.module), states[1])
+        assert same(new, states[2])
         with pytest.raises(DeadlineExceeded):
             install(receiver, full(states[3], 3), timeout_s=0.05)
         assert receiver.state is State.INSTALLED
         assert receiver.installed().version == 2
     install(receiver, full(states[3], 3))
     assert same(live(receiver), states[3])
+
+
+def test_who_reads_within_reading_sees_the_same_version() -> None:
+    receiver = Receiver(target := Flip(Net(), Net()))
+    install(receiver, full(drawn(Net(), 1), 1))
+    with receiver.reading() as outer:
+        committing = threading.Thread(target=install, args=(receiver, full(drawn(Net(), 2), 2)))
+        committing.start()
+        committing.join()
+        assert target.tag.version == 2
+        with receiver.reading() as inner, receiver.reading() as innermost:
+            assert inner == outer == innermost
+        context = contextvars.copy_context()  # what a task has that is started here, and goes on
+    with receiver.reading() as after:
+        assert after.tag.version == receiver.installed().version
+    context.run(lambda: _assert_newest(receiver))
+
+
+def _assert_newest(receiver: Receiver) -> None:
+    with receiver.reading() as found:
+        assert found.tag.version == receiver.installed().version
+    install(receiver, full(drawn(Net(), 3), 3))
 
 
 def test_flip_wants_two_alike_and_apart() -> None:

@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -345,6 +346,7 @@ class Flip(_ModuleTarget):
         self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
         self._entered = threading.Condition()
         self._num_readers = {id(module): 0, id(spare): 0}
+        self._reads: ContextVar[Sequence[Live]] = ContextVar("tq-reads", default=())  # one, or none any more
 
     def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
         return once(staged, ties(named_weights(self._module)))
@@ -382,13 +384,18 @@ class Flip(_ModuleTarget):
     @contextmanager
     def _reading(self, timeout_s: float) -> Iterator[Live]:
         with self._lock.reading(timeout_s):
+            outer = self._reads.get()  # who reads within reading sees the same version
             with self._entered:
-                live = Live(self._module, self.tag)
+                live = outer[0] if outer else Live(self._module, self.tag)
                 self._num_readers[id(live.module)] += 1
+            found = [live]
+            self._reads.set(found)
             try:
                 yield live
             finally:
+                self._reads.set(outer)
                 with self._entered:
+                    found.clear()  # a task that was started within has it, and may go on
                     self._num_readers[id(live.module)] -= 1
                     self._entered.notify_all()
 
