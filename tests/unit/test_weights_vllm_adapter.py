@@ -149,6 +149,17 @@ def test_a_checkpoint_with_scales_that_are_powers_of_two_is_read(tmp_path: Path)
     assert torch.equal(dict(found.tensors())["scale"].view(torch.uint8), scales.view(torch.uint8))
 
 
+def test_a_server_that_moves_experts_between_its_workers_is_refused(tmp_path: Path) -> None:
+    from transfer_queue.integrations.vllm.model import LoadedModel
+
+    settings, source = config(tmp_path), StateDictSource(weights(2.0))
+    contents = seal(plan(source.specs(), 1 << 10), digests(source), version=1, epoch="e").contents()
+    LoadedModel(Model(), settings, lambda well, _: well).check(contents)
+    settings.parallel_config.enable_eplb = True
+    with pytest.raises(NotSupported, match="--enable-eplb"):
+        LoadedModel(Model(), settings, lambda well, _: well).check(contents)
+
+
 class Client:
     """vLLM's worker, as far as sessions go: it refuses what is out of order."""
 
