@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
@@ -347,6 +348,31 @@ def test_a_thread_that_reads_cannot_commit() -> None:
         install(receiver, full(drawn(Net(), 1), 1))
     assert receiver.state is State.READY
     receiver.commit()
+
+
+def test_passes_in_threads_of_an_event_loop_let_a_commit_in() -> None:
+    receiver = Receiver(Swap(Net()))
+    is_over = False
+
+    def forward() -> None:
+        with receiver.reading() as found:
+            copy_of(found.module)
+
+    async def request() -> None:
+        while not is_over:
+            await asyncio.to_thread(forward)
+
+    async def main() -> None:
+        nonlocal is_over
+        tasks = [asyncio.create_task(request()) for _ in range(4)]
+        try:
+            await asyncio.to_thread(install, receiver, full(drawn(Net(), 1), 1))
+        finally:
+            is_over = True
+            await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert receiver.installed().version == 1
 
 
 def test_readers_wait_for_a_writer_until_their_deadline() -> None:
