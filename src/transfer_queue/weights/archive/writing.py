@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported, TransferQueueError
 from transfer_queue.weights.archive.folder import Archive
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.receive.targets import Live, Pause, Target
@@ -62,13 +62,16 @@ class _Writing(Target):
     def _write(self, came: _Came, begun: float) -> None:
         try:
             self._archive.put(came.manifest, came.buckets, begun, timeout_s=UPLOAD_S)
-            if came.manifest.kind == "full":
-                self._archive.retain(self._keep, timeout_s=UPLOAD_S)
         except Exception as error:
             with self._lock:
                 self.tag = VersionInfo()  # differences to what is not there would be of no use
             log.error("version %s could not be written to %s: %s", came.manifest.version, self._archive.url, error)
             raise as_typed(error) from error
+        if came.manifest.kind == "full":
+            try:
+                self._archive.retain(self._keep, timeout_s=UPLOAD_S)
+            except TransferQueueError as error:  # the version is there: the next full one tries again
+                log.error("older versions in %s could not be deleted: %s", self._archive.url, error)
 
     def check(self, contents: Contents) -> None:
         """Whatever it is."""
