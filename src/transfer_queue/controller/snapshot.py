@@ -113,6 +113,7 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
         {name: _returned(task, live) for name, task in table.tasks.items() if task.returned},
         _packed(np.searchsorted(table.index[live], sorted(table.lost))),
         table.sizes,
+        table.cleared,
     )
 
 
