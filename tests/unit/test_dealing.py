@@ -468,3 +468,13 @@ def test_ranks_that_begin_after_all_was_cleared_wait_for_the_next_rows() -> None
     assert [box.ask(rank, 0, until_done=True, ticket=b"%d" % rank) for rank in (0, 1)] == [None, None]
     box.put(2)
     assert sorted(box.answers()) == [(b"0", [2]), (b"1", [3])]
+
+
+@pytest.mark.parametrize("dp_size", [0, 1])
+def test_last_rows_that_are_no_whole_groups_are_named(dp_size: int) -> None:
+    box = Ranks(dp_size, 8, sampler=GRPOGroupNSampler(4))
+    box.handle(m.SetPartition(1, "p", 10, {}))
+    box.put(10)
+    assert box.use(0, 0, until_done=True) == list(range(8))
+    with pytest.raises(InvalidInput, match=r"2 rows are left of partition 'p'.*n_samples_per_prompt 4"):
+        box.ask(0, 1, until_done=True)

@@ -15,7 +15,7 @@ from transfer_queue.controller.notices import nothing, timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
-from transfer_queue.controller.sampler_calls import SamplerCalls
+from transfer_queue.controller.sampler_calls import SamplerCalls, refused_rest
 from transfer_queue.controller.sampler_view import SamplerView
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.steps import Steps
@@ -245,7 +245,7 @@ class Fetching:
             return
         is_dealt = task.group is not None
         if task.num_consumed + task.num_lent < table.num_rows or is_dealt:
-            if (not task.num_lent or is_dealt) and _is_whole(table):
+            if (not task.num_lent or is_dealt) and table.is_filled:
                 self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
             if not is_dealt:
                 return
@@ -349,10 +349,14 @@ class Fetching:
             return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
-        size = _rest(message, table, view) or message.batch_size
+        rest = _rest(message, table, view)
+        size = rest or message.batch_size
         if not cached and view.count < self.calls.ask(sampler.least_ready, size):
             return None
-        slots, used = self._sample(size, config, table, view)
+        try:
+            slots, used = self._sample(size, config, table, view)
+        except InvalidInput as error:
+            raise refused_rest(error, rest, table.name) from None
         if (slots < 0).any() or (used < 0).any():
             raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
@@ -443,10 +447,13 @@ class Fetching:
         if num_ready < self.calls.ask(self.sampler.least_ready, total):
             if not message.until_done or self.dealing.num_left(table, message) != num_ready:
                 return False
-            if num_ready and not _is_whole(table):
+            if num_ready and not table.is_filled:
                 return False
             total = num_ready
-        shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        try:
+            shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        except InvalidInput as error:
+            raise refused_rest(error, num_ready if total == num_ready else 0, table.name) from None
         if not self.dealing.enter(table, message, ranks, shares):
             return False
         taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
@@ -561,11 +568,6 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready, loads=table.loads)
 
 
-def _is_whole(table: Table) -> bool:
-    """Whether all rows were there that the partition was declared to get."""
-    return table.declared is not None and table.is_whole
-
-
 def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
     """Whether every row has the fields of `view`, or was taken by the task, and as many as declared were there."""
     task = table.task(name)
@@ -575,7 +577,7 @@ def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
 
 def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
     """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
-    if not message.until_done or not 0 < view.count < message.batch_size or not _is_whole(table):
+    if not message.until_done or not 0 < view.count < message.batch_size or not table.is_filled:
         return 0
     task = table.task(message.task)
     return view.count if view.count == table.num_rows - task.num_consumed else 0

@@ -149,6 +149,11 @@ class Table:
         return there > 0 if self.declared is None else there >= self.declared
 
     @property
+    def is_filled(self) -> bool:
+        """Whether all rows were there that it was declared to get."""
+        return self.declared is not None and self.is_whole
+
+    @property
     def is_used_up(self) -> bool:
         """Whether all that it was to get were there, and all were cleared: the next row begins a new round."""
         return self.cleared > 0 and self.is_spent
