@@ -280,6 +280,12 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
             refuse(f"consumption of {saved.name!r} by {name!r}")
         table.task(name).consume(np.flatnonzero(np.frombuffer(flags, np.uint8)))
         yield
+    for name, places in saved.kept.items():
+        kept, task = _ints(places), table.task(name)
+        if not bool(((kept >= 0) & (kept < rows)).all()) or bool(task.consumed[kept].any()):
+            refuse(f"rows of {saved.name!r} that are kept for {name!r}")
+        task.reserve(np.unique(kept))
+        yield
     for name, returned in saved.returned.items():
         for at in range(0, len(returned), PIECE):
             _add_returned(table, name, returned[at : at + PIECE])
