@@ -131,6 +131,37 @@ def test_a_stream_ends_when_its_partition_is_cleared(client: Client) -> None:
         next(loop)
 
 
+@pytest.mark.parametrize("size", [10, None])
+@pytest.mark.parametrize("by", ["rows", "keys"])
+def test_a_loop_may_clear_what_it_used(client: Client, size: int | None, by: str) -> None:
+    count = size or 8
+    if size is not None:
+        client.set_partition("p", size=size)
+    keys = [f"k{row}" for row in range(count)]
+    tq.kv_batch_put(keys, "p", fields={"x": torch.arange(count)})
+    stream, got = tq.stream("p", ["x"], task="t", batch_size=4), []
+    for batch in stream:
+        got.append(batch["x"].tolist())
+        if by == "rows":
+            client.clear_samples(stream.meta)
+        else:
+            tq.kv_clear([keys[row] for row in got[-1]], "p")
+    assert got == [list(range(count))[at : at + 4] for at in range(0, count, 4)]
+
+
+def test_a_stream_outlives_the_keys_it_cleared_while_more_rows_are_to_come(client: Client) -> None:
+    client.set_partition("p", size=8)
+    stream, got = tq.stream("p", ["x"], task="t", batch_size=4), []
+    tq.kv_batch_put([f"k{row}" for row in range(4)], "p", fields={"x": torch.arange(4)})
+    for batch in stream:
+        got.append(batch["x"].tolist())
+        tq.kv_clear([f"k{row}" for row in got[-1]], "p")
+        assert tq.kv_list("p") in ({}, {"p": {}})
+        if len(got) == 1:
+            tq.kv_batch_put([f"k{row}" for row in range(4, 8)], "p", fields={"x": torch.arange(4, 8)})
+    assert got == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_rows_come_as_dicts(client: Client) -> None:
     ragged = torch.nested.as_nested_tensor([torch.arange(1), torch.arange(3)], layout=torch.jagged)
     inner = TensorDict({"a": torch.arange(2), "b": ["u", "v"]}, batch_size=[2])

@@ -29,5 +29,5 @@ def _lacking(partition: PartitionOverview, task: TaskOverview) -> str:
     missing = partition.rows - written.get(least, 0)
     if missing > 0:
         return f"{missing:,} × {printable(least)}"
-    to_come = 0 if partition.declared is None else partition.declared - partition.rows
+    to_come = 0 if partition.declared is None else partition.declared - partition.rows - partition.cleared
     return f"{to_come:,} more rows" if to_come > 0 else "more rows"

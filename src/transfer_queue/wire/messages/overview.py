@@ -40,7 +40,8 @@ class TaskOverview(msgspec.Struct, array_like=True):
 
 class PartitionOverview(msgspec.Struct, array_like=True):
     """`rows` that somebody claimed; `declared`: how many there will be, where that was said. `written` has the number
-    of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit."""
+    of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit. `cleared`: how many more of
+    the declared rows were there."""
 
     name: str
     rows: int
@@ -50,6 +51,7 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     written: list[int]
     tasks: list[TaskOverview]
     lost: int
+    cleared: int = 0
 
 
 class WaitOverview(msgspec.Struct, array_like=True):
