@@ -24,7 +24,8 @@ from transfer_queue.memory import memfd
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import log as log_module
-from transfer_queue.server.journal.files import FrameFile, claim
+from transfer_queue.server.journal import snapshots
+from transfer_queue.server.journal.files import FrameFile, claim, numbers
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_state import KeptService
 from transfer_queue.server.journal.kept_unit import KeptUnit
@@ -339,6 +340,30 @@ def test_a_journal_that_was_moved_away_writes_nothing_where_another_one_is(
         shutil.rmtree(one.directory)
         (tmp_path / "aside").rename(one.directory)
         assert one.rows_after_a_restart() == 4, "what was answered is where the journal is"
+
+    kept(work)
+
+
+def test_no_log_follows_one_whose_snapshot_failed(kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(directory: Path, number: int, *_: object) -> snapshots.SnapshotProcess:
+        pid = os.posix_spawn("/bin/false", ["false"], {})
+        return snapshots.SnapshotProcess(number, pid, os.pidfd_open(pid))
+
+    async def work(one: Kept) -> None:
+        one.put(1)
+        await one.idle()
+        monkeypatch.setattr(snapshots, "fork", fails)
+        monkeypatch.setattr(journal_module, "AGAIN_S", 0.05)
+        one.journal._begin(follows=False)
+        await one.idle()
+        assert one.journal._run.useless == [1]
+        make_logs_short(monkeypatch)
+        one.journal._run.next_s = 0.0  # it is time, and the timer comes a moment later
+        for rid in (2, 3):
+            one.put(rid)
+        await passes(lambda: 1 not in numbers(one.directory, "log"))
+        await one.idle()
+        assert one.rows_after_a_restart() == 4, "what was answered"
 
     kept(work)
 

@@ -131,7 +131,8 @@ class DiskJournal:
         facts: list[JournalFact] = [*self._unit.take_facts(), *self._kept.take_facts()]
         if facts:
             run.log.append(encoded(facts))
-            if self._is_long() and not run.snapshots and time.monotonic() >= run.next_s:
+            is_idle = not run.snapshots and run.awaited < 0  # no log follows one that may yet turn out useless
+            if self._is_long() and is_idle and time.monotonic() >= run.next_s:
                 self._begin(follows=True)
         if self._unit.unneeded:
             delete = self._unit.take_unneeded()
