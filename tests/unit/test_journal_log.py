@@ -368,6 +368,29 @@ def test_no_log_follows_one_whose_snapshot_failed(kept: Callable[..., None], mon
     kept(work)
 
 
+def test_a_snapshot_whose_end_cannot_be_heard_of_is_not_written(
+    kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[int] = []
+
+    def fails(pid: int) -> int:
+        forked.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def work(one: Kept) -> None:
+        make_logs_short(monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", fails)
+            one.put(1)
+        (pid,) = forked
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        await one.idle()
+        assert one.rows_after_a_restart() == 4
+
+    kept(work)
+
+
 def test_who_takes_over_does_not_wait_for_a_block_that_the_server_before_was_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

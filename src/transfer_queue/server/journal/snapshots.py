@@ -22,7 +22,7 @@ import numpy as np
 
 from transfer_queue.errors import JournalCorrupt
 from transfer_queue.memory.memfd import start_writing, sync_directory
-from transfer_queue.server.forks import disconnect
+from transfer_queue.server.forks import disconnect, watch
 from transfer_queue.server.journal.facts import EngineIs, JournalFact, LeftInEngine, decoded, encoded
 from transfer_queue.server.journal.files import (
     DRAFT,
@@ -68,7 +68,7 @@ def fork(directory: Path, number: int, position: int, kept: KeptState, unit: Kep
         pid = os.fork()
     if not pid:
         _write_and_exit(directory, head_of(number, position, kept), kept, unit, lock)
-    return SnapshotProcess(number, pid, os.pidfd_open(pid))
+    return SnapshotProcess(number, pid, watch(pid))
 
 
 def head_of(number: int, position: int, kept: KeptState) -> Head:
