@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
-from transfer_queue.server.forks import disconnect
+from transfer_queue.server.forks import disconnect, watch
 from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
 from transfer_queue.server.standby.recording import Recorder
@@ -124,13 +124,13 @@ class StandbyKeeper:
             (pid,) = forked
             if isinstance(pid, OSError):
                 raise pid
+            return Standby(pid, ours, watch(pid))
         except (OSError, RuntimeError):
             ours.close()
             journal.close()
             raise
         finally:
             theirs.close()
-        return Standby(pid, ours, os.pidfd_open(pid))
 
     def _send(self, arena: Arena) -> None:
         if self._standby is None:
