@@ -92,6 +92,41 @@ def test_leaving_the_loop_gives_everything_back_that_was_not_used(client: Client
     assert xs(stream) == [[n, n + 1] for n in range(2, 16, 2)], "the next loop goes on there"
 
 
+@pytest.mark.parametrize("way", [Client.nack, Client.release])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_in_hand_that_is_refused_or_released_comes_again_and_the_others_count_as_used(
+    client: Client, workers: int, way: Callable[[Client, BatchMeta], int]
+) -> None:
+    put(client, 8)
+    client.set_partition("p", size=8)
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, **more)
+    found = []
+    for data in stream:
+        found.append(data["x"].tolist())
+        if len(found) == 1:
+            way(client, stream.meta[1:2])
+    assert found == [[0, 1, 2, 3], [1, 4, 5, 6], [7]]
+    assert used(client) == 8
+
+
+def test_an_async_loop_goes_on_after_a_row_that_it_refused(client: Client) -> None:
+    put(client, 4)
+    client.set_partition("p", size=4)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=4)
+
+    async def loop() -> list[list[int]]:
+        found = []
+        async for data in stream:
+            found.append(data["x"].tolist())
+            if len(found) == 1:
+                await asyncio.to_thread(client.nack, stream.meta[1:2])
+        return found
+
+    assert asyncio.run(loop()) == [[0, 1, 2, 3], [1]]
+    assert used(client) == 4
+
+
 def test_a_with_block_gives_rows_back_at_its_end(client: Client) -> None:
     put(client, 4)
     with tq.stream("p", ["x"], task="t", batch_size=4) as stream:
