@@ -552,10 +552,10 @@ def _is_whole(table: Table) -> bool:
 
 
 def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
-    """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared."""
+    """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared. Without
+    a declared size more may come."""
     task = table.task(name)
-    whole = 0 < table.num_alive >= (table.declared or 0)
-    return whole and view.count + task.num_consumed + task.num_lent >= table.num_alive
+    return _is_whole(table) and view.count + task.num_consumed + task.num_lent >= table.num_alive
 
 
 def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
