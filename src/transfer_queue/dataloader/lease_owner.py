@@ -17,6 +17,13 @@ from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, error_from_code
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.handshake import GRACE_S
+
+
+def renewal_s(lease_s: float) -> float:
+    """How long to wait until leases are renewed: so that they do not run out, and so that the session is back in time
+    where its connection was lost, which only a renewal finds out."""
+    return min(lease_s, GRACE_S) / 3
 
 
 class LeaseOwner:
