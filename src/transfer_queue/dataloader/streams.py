@@ -248,7 +248,7 @@ class AsyncStream(_Streaming):
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            holder.close()
+            await asyncio.to_thread(holder.close)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
         data, meta = batch
