@@ -318,6 +318,8 @@ class GroupPools:
         if tickets is None:
             return None
         self.rules[m.IssueTickets](m.IssueTickets(0, message.partition, tickets))
+        for held in self._holdings.values():  # who had one before has used it, or given it back
+            held.tickets.get(message.partition, set()).difference_update(tickets)
         self._of(session).take(message.partition, pool, tickets)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, tickets=tickets))
         return m.Tickets(message.rid, [m.NumberedTicket(one, pool.target_of(one)) for one in tickets])
@@ -444,8 +446,10 @@ class GroupPools:
         if grant.partition not in self.pools:
             return
         if grant.tickets:
-            held.tickets.get(grant.partition, set()).difference_update(grant.tickets)
-            self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, list(grant.tickets)))
+            mine = held.tickets.get(grant.partition, set())
+            back = [ticket for ticket in grant.tickets if ticket in mine]  # others may have those that it has not
+            mine.difference_update(back)
+            self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, back))
         if grant.attempts:
             held.attempts.get(grant.partition, set()).difference_update(grant.attempts)
             self._give_up(m.UnstartSlots, grant.partition, grant.attempts)
@@ -557,7 +561,7 @@ class GroupPools:
     def check_invariants(self) -> None:
         """Pools agree with themselves, and leases with them; tests call this after each event."""
         for partition, pool in self.pools.items():
-            held = {ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())}
+            held = [ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())]
             leases = [one for one in self._leases.values() if one.partition == partition]
             check_pool(pool, leases, held, self._tables.get(partition))
         assert {one.partition for one in self._leases.values()} <= self.pools.keys()
