@@ -310,6 +310,18 @@ def test_refills_wait_for_an_eviction_and_come_back_from_who_dies() -> None:
     assert box.report()["owed"] == 1
 
 
+def test_refills_that_one_session_took_may_be_opened_by_others() -> None:
+    box = GroupBox(GroupPolicy.drop(1))
+    box.made("x"), box.made("y")
+    box.ask(m.FilterGroups, ["x", "y"])
+    assert box.ask(m.TakeRefills, 2, 0.0, session=b"driver").count == 2
+    for name in ("z", "w"):
+        box.made(name, refills=True)
+    box.ask(m.FilterGroups, ["z", "w"])
+    assert box.ask(m.TakeRefills, 1, 0.0, session=b"driver").count == 1
+    assert box.ask(m.TakeRefills, 9, 0.0, session=b"another").count == 1
+
+
 @pytest.mark.parametrize("way", ["used", "returned"])
 def test_a_producer_that_ends_leaves_a_ticket_to_who_has_it_now(way: str) -> None:
     box = GroupBox(GroupPolicy.in_order(0, 1))

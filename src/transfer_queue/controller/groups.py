@@ -125,9 +125,15 @@ class GroupPools:
     def _lasting(self, message: Any, session: bytes) -> m.Reply:
         reply = self.rules[type(message)](message)
         if isinstance(message, m.OpenGroup) and message.refills:
-            held = self._of(session).refills
-            held[message.partition] = max(0, held.get(message.partition, 0) - 1)
+            self._pay_refill(message.partition, session)
         return reply
+
+    def _pay_refill(self, partition: str, session: bytes) -> None:
+        """A refill was opened: it is one of those that this session has, else of others, for whom it opens them."""
+        for held in (self._of(session), *self._holdings.values()):
+            if held.refills.get(partition, 0):
+                held.refills[partition] -= 1
+                return
 
     def number_leases(self, above: int) -> None:
         """Leases have numbers above this one, so that those of another life of the service are none of these."""
@@ -564,6 +570,7 @@ class GroupPools:
             held = [ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())]
             leases = [one for one in self._leases.values() if one.partition == partition]
             check_pool(pool, leases, held, self._tables.get(partition))
+            assert sum(one.refills.get(partition, 0) for one in self._holdings.values()) <= pool.state.owed
         assert {one.partition for one in self._leases.values()} <= self.pools.keys()
         assert {one.message.partition for one in self.parked} <= self.pools.keys()
         held_of = {name for one in self._holdings.values() for name in (*one.tickets, *one.attempts, *one.refills)}
