@@ -184,6 +184,36 @@ def test_a_stream_renews_its_leases_after_a_takeover(service: Callable[..., Any]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("kind", ["loop", "workers", "async", "collected"])
+def test_a_stream_that_is_left_after_a_takeover_gives_its_rows_back(service: Callable[..., Any], kind: str) -> None:
+    client = service(**DURABLE)
+    client.put({"x": torch.arange(8)}, partition_id="p")
+    terms = {"task": "t", "batch_size": 4, "lease_s": 600.0}
+
+    async def loop() -> None:
+        async with tq.async_stream("p", ["x"], **terms) as batches:
+            async for _ in batches:
+                await asyncio.to_thread(replaced, client)
+                break
+
+    if kind == "async":
+        asyncio.run(loop())
+    elif kind == "collected":
+        dataset = tq.StreamingDataset(None, 4, 4, ["x"], "p", "t", lease_s=600.0)
+        each = iter(dataset)
+        next(each)
+        replaced(client)
+        del dataset, each
+        gc.collect()
+    else:
+        more = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "workers" else {}
+        with tq.stream("p", ["x"], **terms, **more) as batches:
+            each = iter(batches)
+            next(each)
+            replaced(client)
+    assert len(client.get_meta(["x"], 8, "p", task_name="t", timeout_s=20)) == 8
+
+
 def test_a_child_of_a_process_that_was_in_a_call_does_not_hold_its_rows(
     client: TransferQueueClient, child: Callable[[str], Any]
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tables import Box, indexes
+from tables import Box, indexes, packed
 
 from transfer_queue.controller import leases
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
@@ -121,6 +121,21 @@ def test_rows_that_are_given_back_are_offered_at_once_and_not_acknowledged_later
     assert box.consumed() == dict.fromkeys(rows, 0), "a refused ack changes nothing"
     assert box.ack(lease, rows[1:]) == 0
     assert box.ack(again) == 0
+
+
+def test_an_ack_may_leave_out_what_was_given_back() -> None:
+    box, rows = filled(4)
+    lease, _ = box.lend(4)
+    box.nack(lease, rows[:1])
+    box.release(lease, rows[1:2])
+    again, _ = box.lend(1)
+    assert box.handle(m.Ack(1, lease, packed(rows), but_returned=True)).rows == 0
+    assert box.consumed() == {rows[0]: 0, rows[1]: 0, rows[2]: 1, rows[3]: 1}
+    assert box.ack(again) == 0, "what somebody else has of it is theirs"
+    other, _ = box.lend(1)
+    box.expire(100.0)
+    with pytest.raises(LeaseExpired):
+        box.handle(m.Ack(1, other, packed(rows[1:2]), but_returned=True))
 
 
 def test_the_end_of_a_session_returns_what_only_it_holds() -> None:

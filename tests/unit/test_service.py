@@ -14,9 +14,10 @@ from transfer_queue.errors import StoreFull
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server import sessions
 from transfer_queue.server.service import Service
-from transfer_queue.server.sessions import GRACE_S, ServerSession
+from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.handshake import GRACE_S
 
 
 @pytest.fixture

@@ -569,10 +569,12 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
 
 
 def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
-    """Whether every row has the fields of `view`, or was taken by the task, and as many as declared were there."""
+    """Whether every row has the fields of `view`, or was taken by the task, and as many as declared were there. Without
+    a declared size more may come."""
     task = table.task(name)
     num_taken = task.num_consumed + task.num_lent
-    return table.num_rows > 0 and table.is_whole and view.count + num_taken >= table.num_rows
+    was_declared = table.declared is not None and table.num_rows > 0 and table.is_whole
+    return was_declared and view.count + num_taken >= table.num_rows
 
 
 def _rest(message: Fetch, table: Table, view: ReadyView) -> int:

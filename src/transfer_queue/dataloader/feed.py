@@ -22,6 +22,7 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Interrupted, Session
+from transfer_queue.dataloader.lease_owner import renewal_s
 from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -144,14 +145,14 @@ def give_back(client: TransferQueueClient, meta: BatchMeta) -> None:
 class Feed:
     """`get` is for one thread. Between `get`s the thread fetches the batch it was told to `expect`.
 
-    `renew` is called every third of a lease, also while a fetch waits or the consumer works.
+    `renew` is called as often as `renewal_s` says, also while a fetch waits or the consumer works.
     """
 
     def __init__(self, client: TransferQueueClient, terms: Terms, renew: Callable[[], None]) -> None:
         self._client = client
         self._terms = terms
         self._renew = renew
-        self._every_s = terms.lease_s / 3
+        self._every_s = renewal_s(terms.lease_s)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._key: Key | None = None  # what to fetch, or what `_found` is

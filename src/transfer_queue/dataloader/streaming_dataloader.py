@@ -18,7 +18,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from transfer_queue.dataloader.acks import Receipt, acknowledge
-from transfer_queue.dataloader.lease_owner import LeaseOwner
+from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links
@@ -264,6 +264,6 @@ class _Deliveries(Iterator[Any]):
 
 
 def _renew(holder: LeaseOwner, lease_s: float, closed: threading.Event) -> None:
-    while not closed.wait(lease_s / 3):
+    while not closed.wait(renewal_s(lease_s)):
         with contextlib.suppress(ServiceError):  # the next ack tells
             holder.renew(lease_s)

@@ -19,7 +19,7 @@ from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
-from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
+from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.errors import ServiceError
@@ -248,7 +248,7 @@ class AsyncStream(_Streaming):
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            holder.close()
+            await asyncio.to_thread(holder.close)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
         data, meta = batch
@@ -266,7 +266,7 @@ def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwne
 
 async def _renew(holder: LeaseOwner, lease_s: float) -> None:
     while True:
-        await asyncio.sleep(lease_s / 3)
+        await asyncio.sleep(renewal_s(lease_s))
         work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))
         try:
             await asyncio.wait([work])
