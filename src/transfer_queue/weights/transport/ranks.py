@@ -93,6 +93,7 @@ class _Brought:
 
     def __init__(self, step: str, body: bytes) -> None:
         self.step, self.body = step, body
+        self.is_next = False  # an offer of a rank for which this turn is over: it waits for the next one
         self.answer: bytes | None = None
         self.error: TransferQueueError | None = None
 
@@ -104,7 +105,8 @@ class _Brought:
 class RankMeeting:
     """At rank 0: who has brought what. Connections call `bring` and `left`, the thread that sends calls the rest.
 
-    An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so.
+    An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so. A rank
+    that was in it and comes with another offer waits for the next one, and hears nothing of this one any more.
     """
 
     def __init__(self, world: int) -> None:
@@ -112,7 +114,7 @@ class RankMeeting:
         self.turn = ""
         self._changed = threading.Condition()
         self._brought: dict[int, _Brought] = {}
-        self._taking: set[int] = set()  # ranks whose offers this turn has
+        self._taking: set[int] = set()  # ranks that are in this turn, or were: a further offer is for the next one
         self._visits: dict[int, object] = {}  # the connection over which a rank came last
         self._untold: set[object] = set()  # connections whose ranks have brought something, and have no answer yet
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
@@ -141,6 +143,9 @@ class RankMeeting:
             before = self._brought.get(rank)
             if before is not None and before.is_open:
                 before.error = Aborted("the rank has come again")
+            if step == "offer" and rank in self._taking:
+                mine.is_next = True
+                self._spoil(Aborted(f"rank {rank} has given up the update"))
             self._brought[rank] = mine
             self._changed.notify_all()
             self._changed.wait_for(lambda: not mine.is_open, asked.timeout_s)
@@ -152,6 +157,7 @@ class RankMeeting:
                 late = self._fault or self._late(step, besides=rank)  # who gave up is no longer there, but not late
                 if self.turn:  # the others would wait for this one in vain
                     self._spoil(late)
+                    self._taking.add(rank)
                 raise late
             return mine.answer
 
@@ -195,26 +201,29 @@ class RankMeeting:
             return [self._brought[rank].body for rank in others]
 
     def answer(self, bodies: Sequence[bytes]) -> None:
-        """Tell the ranks, in their order."""
+        """Tell the ranks that are in this turn, in their order."""
         with self._changed:
             for rank, body in enumerate(bodies, 1):
-                if rank in self._brought:
-                    self._brought[rank].answer = body
+                found = self._brought.get(rank)
+                if found is not None and not found.is_next:
+                    found.answer = body
             self._changed.notify_all()
 
     def end(self, error: TransferQueueError | None = None) -> None:
-        """The update is over; who waits is told why."""
+        """The update is over; who waits for it is told why. Who waits for the next one goes on waiting."""
         with self._changed:
             self.turn, self._taking, self._fault = "", set(), None
             for one in self._brought.values():
-                if one.is_open and error is not None:
+                if one.is_open and error is not None and not one.is_next:
                     one.error = kept(error)  # each is raised by another thread
+                one.is_next = False
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Nobody leads any more: who waits is told so. Returns when all were told, within that time."""
         with self._changed:
             self._is_closed = True
+        self.end()  # there is no next one
         self.end(ServiceUnavailable(LEFT))
         with self._changed:
             self._changed.wait_for(lambda: not self._untold, timeout_s)
@@ -241,7 +250,7 @@ class RankMeeting:
 
     def _is_at(self, rank: int, step: str) -> bool:
         found = self._brought.get(rank)
-        return found is not None and found.is_open and found.step == step
+        return found is not None and found.is_open and found.step == step and not found.is_next
 
     def _spoil(self, error: TransferQueueError) -> None:
         self._fault = self._fault or error
