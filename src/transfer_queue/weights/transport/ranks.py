@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -59,12 +60,14 @@ class RankOffer(msgspec.Struct, frozen=True):
 
 @decodable
 class Planned(msgspec.Struct, frozen=True):
-    """What rank 0 answers: `turn` names this update. `compares`: what differs from the base is to be packed."""
+    """What rank 0 answers: `turn` names this update. `compares`: what differs from the base is to be packed. `newest`:
+    the manifest's key of the version that late receivers are given until then."""
 
     turn: str
     version: int
     plan: ShardPlan
     compares: bool = False
+    newest: str = ""
 
 
 @decodable
@@ -91,8 +94,9 @@ class RankFault(msgspec.Struct, frozen=True):
 class _Brought:
     """What a rank has brought to a step, and what it is told."""
 
-    def __init__(self, step: str, body: bytes) -> None:
+    def __init__(self, step: str, body: bytes, timeout_s: float) -> None:
         self.step, self.body = step, body
+        self.until = time.monotonic() + timeout_s  # it waits
         self.is_next = False  # an offer of a rank for which this turn is over: it waits for the next one
         self.answer: bytes | None = None
         self.error: TransferQueueError | None = None
@@ -128,7 +132,7 @@ class RankMeeting:
         rank, step, turn = asked.rank, asked.step, asked.turn
         if not 0 < rank < self.world:
             raise InvalidInput(f"rank {rank} of {self.world}: others than 0 come here")
-        mine = _Brought(step, body)
+        mine = _Brought(step, body, asked.timeout_s)
         with self._changed:
             if self._is_closed:
                 raise ServiceUnavailable(LEFT)
@@ -185,7 +189,10 @@ class RankMeeting:
             self._taking, self._fault = set(), None
 
     def gather(self, step: p.Step, deadline: Deadline) -> list[bytes]:
-        """What the other ranks bring to this step, in their order, once all have. Raises what one of them reports."""
+        """What the other ranks bring to this step, in their order, once all have. Raises what one of them reports.
+
+        An update ends, for all, by the earliest of their deadlines: it must not go on without one of them.
+        """
         others = range(1, self.world)
 
         def have_come() -> bool:
@@ -198,7 +205,9 @@ class RankMeeting:
             if self._fault is not None:
                 raise self._fault
             self._taking |= set(others)
-            return [self._brought[rank].body for rank in others]
+            brought = [self._brought[rank] for rank in others]
+            deadline.end_within(min(one.until for one in brought) - time.monotonic())
+            return [one.body for one in brought]
 
     def answer(self, bodies: Sequence[bytes]) -> None:
         """Tell the ranks that are in this turn, in their order."""
