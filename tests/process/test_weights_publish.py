@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from weights import Net, copy_of, same
@@ -294,3 +295,17 @@ def test_who_lacks_the_base_is_given_all_of_what_was_published(changing: Site) -
     newest = changing.nudge(2)
     assert changing.trainer.send_weights(deadline_s=30).kind == "delta"
     assert same(copy_of(changing.served), newest)
+
+
+@pytest.mark.parametrize("version", [3.0, "7", 2**62 + 1])
+def test_a_number_that_no_version_has_is_refused_and_the_next_version_is_taken(version: Any, tmp_path: Any) -> None:
+    here = Site("tcp", tmp_path)
+    here.client.open.set()
+    try:
+        with pytest.raises(InvalidInput, match="version"):
+            here.trainer.send_weights(version, deadline_s=30)
+        assert here.trainer.send_weights(np.int64(5), deadline_s=30).version == 5
+        assert here.trainer.send_weights(deadline_s=30).version == 6
+    finally:
+        here.trainer.shutdown()
+        here.engine.shutdown()

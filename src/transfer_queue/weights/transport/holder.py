@@ -14,6 +14,7 @@ from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
     GIVE_WHOLE,
@@ -165,6 +166,7 @@ class Holder:
 
     @system_faults()
     def _pack(self, version: int | None, deadline: Deadline, *, full: bool) -> HeldDraft:
+        version = None if version is None else checked_version(version)
         table = table_of(self._source)
         key = table.key
         self._link.meet(deadline.left())
