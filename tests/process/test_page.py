@@ -24,6 +24,7 @@ from PIL import Image
 from zygote import CHILDREN
 
 import transfer_queue as tq
+from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.page import beside
 from transfer_queue.page.access import Access
 from transfer_queue.page.printable import ident
@@ -89,6 +90,8 @@ def test_a_waiting_task_says_what_it_lacks(
 ) -> None:
     tq.kv_batch_put([str(number) for number in range(16)], "p", {"prompt": torch.ones(16, 1)})
     tq.kv_batch_put(["0", "1", "2", "3"], "p", {"reward": torch.ones(4)})
+    with pytest.raises(DeadlineExceeded):  # what a task asked for before is not what it waits for
+        client.get_meta(["critic_value"], 1, "p", task_name="actor", timeout_s=0)
     waiter = child(
         "import transfer_queue as tq; tq.init(); print('in', flush=True)\n"
         "tq.get_client().get_meta(['prompt', 'reward'], 8, 'p', task_name='actor', timeout_s=60)"

@@ -17,12 +17,12 @@ from transfer_queue.wire.messages.overview import PartitionOverview, TaskOvervie
 
 
 def wait(call: str = "get_meta", partition: str = "p", task: str = "actor") -> WaitOverview:
-    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "")
+    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "", ["prompt", "reward"] if call == "get_meta" else [])
 
 
 def partition(rows: int, declared: int | None = None, **written: int) -> dict[str, PartitionOverview]:
     fields = [FieldSchema(name, "dense", "float32", ()) for name in written]
-    view = ViewOverview(["prompt", "reward"], 0, None)
+    view = ViewOverview(["prompt", "critic_value"], 0, None)  # the task asked for that before
     task = TaskOverview("actor", 0, 0, 0, 0, 0, None, 0, [view])
     return {"p": PartitionOverview("p", rows, declared, {}, fields, list(written.values()), [task], 0)}
 

@@ -135,6 +135,7 @@ class Overviews:
         return m.WaitOverview(
             place.call or type(message).__name__, getattr(message, "partition", None) or "",
             getattr(message, "task", ""), one.session, waited_s, max(0.0, one.deadline - self._now), lacks[:MAX_LACKS],
+            message.fields if type(message) is m.Fetch else [],
         )  # fmt: skip
 
     def _lack_of_fetch(self, one: Waiter[m.Fetch]) -> str:

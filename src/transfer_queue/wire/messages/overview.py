@@ -56,7 +56,7 @@ class PartitionOverview(msgspec.Struct, array_like=True):
 
 class WaitOverview(msgspec.Struct, array_like=True):
     """A request that waits: what was called, for which partition and task ("" where it is for none), how long it has
-    waited, how long it will yet, and what it lacks, in words."""
+    waited, how long it will yet, and what it lacks, in words. `fields`: that a fetch asks for."""
 
     call: str
     partition: str
@@ -65,6 +65,7 @@ class WaitOverview(msgspec.Struct, array_like=True):
     waited_s: float | None
     left_s: float
     lacks: str
+    fields: list[str] = []
 
 
 class LeaseOverview(msgspec.Struct, array_like=True):
