@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import freeze, until
@@ -315,6 +316,39 @@ def test_a_child_that_is_forked_while_the_server_stands_still_keeps_what_it_inhe
     assert os.waitpid(child, 0)[1] == 0
     for end in go_on:
         os.close(end)
+
+
+def test_a_child_that_is_forked_while_another_thread_attaches_anew_can_attach(
+    client: TransferQueueClient, other: TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, entered, go_on = other.session, threading.Event(), threading.Event()
+    large = np.zeros((1, 2 * NBYTES), np.uint8)  # torch's own threads do not survive a fork
+
+    def successor() -> Session:
+        entered.set()
+        assert go_on.wait(30)
+        return Session.successor(session)
+
+    monkeypatch.setattr(session, "successor", successor)
+    session._end("another life answers")
+    thread = threading.Thread(target=other.get_partition_list)
+    with session.mover._lock:  # as a thread of the parent may have it
+        thread.start()
+        assert entered.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                go_on.set()
+                other.get_partition_list()
+                asyncio.run(other.async_put({"x": large}, partition_id="p"))  # a thread copies it
+                status = 0
+            finally:
+                os._exit(status)
+    go_on.set()
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
 
 
 def test_a_child_that_is_forked_after_an_event_loop_has_ended_lets_go_of_what_it_reads(

@@ -94,10 +94,10 @@ class Session:
         self.server_pid = welcome.pid
         self._door = welcome.door
         self._give_back(connection)
-        if predecessor is None:
+        if predecessor is None or predecessor._pid != self._pid:
             self.mover = Mover(self.config.get("copy_threads"))
             self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
-        else:  # these are the process's
+        else:  # these are the process's; those of a parent may be locked for good
             self.mover, self.pool = predecessor.mover, predecessor.pool
         self._open_memory()
         forks.sessions.add(self)
