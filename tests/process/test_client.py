@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import time
@@ -296,6 +297,29 @@ def test_declared_size_counts_in_the_checks(shared: tq.TransferQueueClient, part
     assert not shared.check_production_status(["x"], part)
     shared.put(batch(1, x=torch.zeros(1)), partition_id=part)
     assert shared.check_production_status(["x"], part)
+
+
+def test_arguments_that_are_longer_than_a_server_reads_are_refused(shared: tq.TransferQueueClient, part: str) -> None:
+    long = {"prompts": "x" * (1 << 20)}
+    with pytest.raises(InvalidInput, match=r"SetPartition: \d+ bytes of arguments, at most 1048576: name less"):
+        shared.set_partition(part, metadata=long)
+
+    async def beside_another() -> tq.BatchMeta:
+        waiting = asyncio.create_task(shared.async_get_meta(["x"], 1, part, task_name="t", timeout_s=30))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidInput, match="at most 1048576"):
+            await shared.async_set_partition(part, metadata=long)
+        await shared.async_put({"x": torch.zeros(1)}, partition_id=part)
+        return await waiting
+
+    assert asyncio.run(beside_another()).size == 1
+
+
+def test_as_many_keys_are_locked_together_as_are_put(shared: tq.TransferQueueClient, part: str) -> None:
+    keys = [f"{number:020d}" for number in range(60_000)]
+    with tq.kv_global_lock(keys, part, timeout=20):
+        assert len(tq.kv_lock_list(part)["holders"]) == len(keys)
+    assert not tq.kv_lock_list(part)["holders"]
 
 
 def test_reset_consumption_offers_rows_again(shared: tq.TransferQueueClient, part: str) -> None:

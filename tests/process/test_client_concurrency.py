@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -276,6 +276,93 @@ def test_a_cancelled_put_leaves_nothing(client: tq.TransferQueueClient, nbytes: 
     tq.kv_clear(["a"], "p")
     tq.kv_clear("k", "other")
     until(lambda: (used(client), pinned(client)) == (0, 0), "the end of unfinished blocks")
+
+
+class Gate:
+    """Where threads wait that move bytes for an event loop."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def gate(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Threads of the session move no bytes before it is open."""
+    gate, start = Gate(), client.session.mover.start
+
+    def start_behind(work: Callable[[], Any]) -> Any:
+        def pass_gate() -> Any:
+            gate.reached.set()
+            assert gate.opened.wait(30)
+            return work()
+
+        return start(pass_gate)
+
+    monkeypatch.setattr(client.session.mover, "start", start_behind)
+    yield gate
+    gate.opened.set()
+
+
+async def at_the(gate: Gate) -> asyncio.Task[Any]:
+    """A put whose thread is about to write into its block."""
+    task = asyncio.create_task(tq.async_kv_batch_put(["a"], "p", batch(1, x=torch.full((1, 1 << 20), 7.0))))
+    await asyncio.to_thread(gate.reached.wait, 30)
+    return task
+
+
+async def put_another() -> None:
+    await asyncio.to_thread(tq.kv_batch_put, ["b"], "p", batch(1, x=torch.ones(1, 1 << 20)))
+
+
+def only_the_other_is_there() -> bool:
+    assert tq.kv_list("p") == {"p": {"b": {}}}
+    return bool((tq.kv_batch_get("b", "p", dense=True)["x"] == 1).all())
+
+
+def test_a_put_that_is_cancelled_again_keeps_its_block_until_its_thread_has_ended(
+    client: tq.TransferQueueClient, gate: Gate
+) -> None:
+    async def main() -> None:
+        task = await at_the(gate)
+        for _ in range(3):
+            task.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert not task.done()
+        await put_another()
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert only_the_other_is_there()
+    tq.kv_clear("b", "p")
+    until(lambda: (used(client), pinned(client)) == (0, 0), "the end of unfinished blocks")
+
+
+def test_a_loop_that_ends_with_a_cancelled_put_waits_for_its_thread(gate: Gate) -> None:
+    found = []
+
+    async def at_the_end(task: asyncio.Task[Any]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # `run` has cancelled all that is left
+            for _ in range(3):
+                await asyncio.sleep(0)
+            found.append(task.done())
+            await put_another()
+            gate.opened.set()
+
+    async def main() -> None:
+        task = await at_the(gate)
+        last = asyncio.create_task(at_the_end(task))
+        task.cancel()
+        await asyncio.sleep(0)
+        found.append(last.done())
+
+    asyncio.run(main())
+    assert found == [False, False]
+    assert only_the_other_is_there()
 
 
 def test_a_cancelled_get_releases_its_pins(client: tq.TransferQueueClient) -> None:

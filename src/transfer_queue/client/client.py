@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -434,6 +435,7 @@ class TransferQueueClient:
         self._session = session
         start_as_told()
         self._renewing = threading.Lock()
+        _clients.add(self)
 
     def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any]) -> None:
         """Does nothing: the service says where its storage is. `config` is not looked at.
@@ -528,6 +530,18 @@ class TransferQueueClient:
 
     def __repr__(self) -> str:
         return f"<TransferQueueClient of {self._session.address}{', closed' if self._session.closed else ''}>"
+
+
+_clients: weakref.WeakSet[TransferQueueClient] = weakref.WeakSet()
+
+
+def _start_over() -> None:
+    """In a forked child nobody attaches anew, whichever thread of the parent did and is not here."""
+    for client in list(_clients):
+        client._renewing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_over)
 
 
 def _session_with(info: ZMQServerInfo) -> Session:

@@ -39,7 +39,7 @@ class Connection:
         self.address = address
         sock = dial(address, timeout_s, f"server at {address}")
         try:
-            self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
+            self._frames = FrameSocket(sock, m.encode_request, decode_reply, f"the server at {address}", spin_s=spin_s)
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
             self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:
@@ -59,7 +59,8 @@ class Connection:
     ) -> tuple[Any, memoryview]:
         """The reply and its payload, received straight into `into` when given.
 
-        Raises `DeadlineExceeded` or `ServiceUnavailable`; close the connection then.
+        Raises `DeadlineExceeded`, `ServiceUnavailable`, or `InvalidInput` for what cannot be sent; close the connection
+        then.
         """
         self.post(request, payload, timeout_s)
         return self.answer(request, timeout_s, into)

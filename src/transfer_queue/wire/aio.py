@@ -143,12 +143,12 @@ class AsyncConnection(asyncio.BufferedProtocol):
     ) -> Found:
         """The reply and its payload, received straight into `into` when given.
 
-        Raises `DeadlineExceeded` or `ServiceUnavailable`.
+        Raises `DeadlineExceeded`, `ServiceUnavailable`, or `InvalidInput` for what cannot be sent.
         """
         if self.error is not None:
             raise kept(self.error)
         try:
-            header = m.encode(request)
+            header = m.encode_request(request)
         except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()

@@ -254,8 +254,19 @@ LARGE = frozenset(
     for one in (Commit, Find, NameRows, Get, Unpin, Clear, SetTags, ListKeys, Take, Join, Moved, Gathered,
                 ResolveCommits, Pin, Restore, Ack, Release, Nack, Requeue, MarkStep, ReportMissing, FinishSlots,
                 FailSlots, FilterGroups, AckGroups, ReleaseGroups, ReturnTickets, OpenGroup,
-                PrioritizeGroups)
+                PrioritizeGroups, Lock, WatchKeys)
 )  # fmt: skip
+
+
+def encode_request(message: Message) -> bytes:
+    """Raises `InvalidInput` for one that is longer than a server reads: it would close the connection."""
+    header = encode(message)
+    if len(header) > SMALL_HEADER_NBYTES:
+        name, limit = type(message).__name__, header_limit(memoryview(header))
+        if len(header) > limit:
+            remedy = "name less in one call, and put what is long into fields of rows"
+            raise InvalidInput(f"{name}: {len(header)} bytes of arguments, at most {limit}: {remedy}")
+    return header
 
 
 def header_limit(head: memoryview) -> int:
