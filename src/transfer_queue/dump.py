@@ -10,6 +10,7 @@ What has been there before is never replaced.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,11 @@ import numpy as np
 import torch
 
 from transfer_queue.client.drivers import run
-from transfer_queue.client.effects import Call
+from transfer_queue.client.effects import Call, Notify, Operation
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.read import read
+from transfer_queue.client.transfer.read import located_rows, read
 from transfer_queue.client.transfer.snapshots import Refill, refill
-from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit
+from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, is_on
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.plan import items_of, plan_batch
@@ -39,7 +40,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.saved.places import folder_at
 from transfer_queue.saved.reading import SavedFolder
-from transfer_queue.schema import FieldSchema
+from transfer_queue.schema import MIXED, FieldSchema
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -85,8 +86,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
     folder.refuse_any()  # before rows are read for it
     found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
     with folder.creating(INFO) as draft:
-        for positions in _alike(found.rows):
-            plan = _planned(session, found, positions)
+        for positions, plan in _plans(session, found):
             data = np.empty(max(1, plan.nbytes), np.uint8)
             plan.write(data, session.mover)
             with draft.output(f"{SHARDS}/{SHARD.format(len(found.shards))}") as out:
@@ -146,17 +146,41 @@ def _alike(rows: list[Row]) -> Iterator[list[int]]:
             yield from (positions[at : at + SHARD_ROWS] for at in range(0, len(positions), SHARD_ROWS))
 
 
-def _planned(session: Session, found: DumpedRows, positions: list[int]) -> BlockPlan:
-    """The block of these rows, read from the store."""
+def _plans(session: Session, found: DumpedRows) -> Iterator[tuple[list[int], BlockPlan]]:
+    """The block of each shard, read from the store; rows are in one of the same kinds, dtypes and ranks only, so that
+    each comes back as it was put."""
+    left = deque(_alike(found.rows))
+    while left:
+        positions = left.popleft()
+        plan = run(session, _planned(session, found, positions))
+        if isinstance(plan, BlockPlan):
+            yield positions, plan
+        else:
+            left.extendleft([positions[row] for row in rows] for rows in reversed(plan))
+
+
+def _planned(session: Session, found: DumpedRows, positions: list[int]) -> Operation[BlockPlan | list[list[int]]]:
+    """The block of these rows; where they are not alike, the rows of each kind instead."""
     rows = np.array([found.rows[position].global_index for position in positions], np.int64)
     fields = found.rows[positions[0]].fields
     request = m.Get(session.next_rid(), found.partition_id, None, rows.tobytes(), fields, True)
-    data = run(session, read(session, [request]))
+    located = yield from located_rows(session, request)
+    kinds = located.alike()
+    if len(kinds) > 1:
+        pinned = located.pinned()
+        if pinned:
+            yield Notify(m.Unpin(located.reply.rid, pinned))
+        return list(kinds.values())
+    data = yield from read(session, [request], found_rows=[located])
     columns = dict(items_of(data))
     for name, column in columns.items():
         if isinstance(column, torch.Tensor) and column.is_nested:
             columns[name] = list(column.unbind())  # rows of one shape become a dense column again
-    return plan_batch(columns, len(positions), session.allow_pickle)
+    plan = plan_batch(columns, len(positions), session.allow_pickle)
+    weak = {cell.name for cells in kinds for cell in cells if cell.weak}
+    for planned in plan.columns:
+        planned.weak = planned.name in weak
+    return plan
 
 
 # loading
@@ -217,11 +241,14 @@ def _opened(directory: str | os.PathLike[str]) -> tuple[DumpedRows, SavedFolder]
 def _check_types(session: Session, found: DumpedRows) -> None:
     """`SchemaConflict` where a field of the dump cannot lie beside what the partition holds."""
     info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), found.partition_id)))[0]
-    held = {field.name: field for field in info.schema}
+    strict = is_on(session, "strict_schema", None)
+    held = {field.name: field for field in info.schema if strict or field.kind != MIXED}
     for new in (field for shard in found.shards for field in shard.schema):
         reason = held[new.name].conflict(new) if new.name in held else None
         if reason is not None:
             raise SchemaConflict(f"partition {found.partition_id!r}: {reason}")
+        if strict:  # the service compares the shards with each other, too
+            held.setdefault(new.name, new)
 
 
 def _fill(blocks: Refill, saved: SavedFolder, number: int, shard: Shard) -> None:

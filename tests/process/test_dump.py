@@ -124,6 +124,48 @@ def test_many_rows_go_into_several_shards(shared: tq.TransferQueueClient, place:
     assert rows(keys[::7], "many", "ids") == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(0, 600, 7)]
 
 
+def test_a_field_of_whole_and_other_numbers_is_read_whole_after_a_load(
+    shared: tq.TransferQueueClient, place: Path
+) -> None:
+    keys = [f"k{n}" for n in range(300)]
+    tq.kv_batch_put(keys[:256], "rewards", {"reward": [1] * 256})
+    tq.kv_batch_put(keys[256:], "rewards", {"reward": [0.5] * 44})
+    before = tq.kv_batch_get(keys, "rewards")["reward"]
+    tq.dump_data_by_key(place, keys, "rewards")
+    shared.clear_partition("rewards")
+    tq.load_data_by_key(place)
+    after = tq.kv_batch_get(keys, "rewards")["reward"]
+    assert after.dtype == before.dtype
+    assert torch.equal(after, before)
+
+
+def test_rows_of_several_dtypes_come_back_each_as_it_was(shared: tq.TransferQueueClient, place: Path) -> None:
+    values = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64), "c": torch.ones(2), "d": 7}
+    for key, value in values.items():
+        tq.kv_put(key, "dtypes", {"x": value})
+    assert tq.dump_data_by_key(place, list(values), "dtypes")["shards"] == 3
+    tq.load_data_by_key(place)  # beside what is there
+    shared.clear_partition("dtypes")
+    tq.load_data_by_key(place)
+    assert [tq.kv_batch_get(key, "dtypes")["x"].dtype for key in values] == [
+        torch.float32, torch.float64, torch.float32, torch.int64
+    ]  # fmt: skip
+    assert rows(["a", "c"], "dtypes", "x") == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_dump_of_several_dtypes_is_refused_where_puts_are_strict(
+    shared: tq.TransferQueueClient, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, dtype in (("a", torch.float32), ("b", torch.float64)):
+        tq.kv_put(key, "twofold", {"x": torch.zeros(2, dtype=dtype)})
+    tq.dump_data_by_key(place, ["a", "b"], "twofold")
+    shared.clear_partition("twofold")
+    monkeypatch.setitem(shared.session.config, "strict_schema", True)
+    with pytest.raises(SchemaConflict, match="'x' holds dtype float32"):
+        tq.load_data_by_key(place)
+    assert "twofold" not in shared.get_partition_list()
+
+
 def test_no_keys_make_an_empty_dump(shared: tq.TransferQueueClient, place: Path) -> None:
     assert tq.dump_data_by_key(place, [], "nothing") == {"keys": 0, "rows_with_data": 0, "shards": 0, "bytes": 0}
     assert tq.load_data_by_key(place) == {}

@@ -27,6 +27,7 @@ import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,6 +49,17 @@ DAMAGED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 NUM_PARTS = {DENSE: (1,), RAGGED: (2,), VARIED: (3,), OBJECTS: (2, 6), NESTED: (0,)}
 
 
+class CellKind(NamedTuple):
+    """What a get of rows needs to be the same to return each as it was put. `kind`: "" for all tensors."""
+
+    name: str
+    kind: str
+    num_dims: int = 0
+    dtype: str = ""
+    weak: bool = False
+    children: tuple[CellKind, ...] = ()
+
+
 class Column(msgspec.Struct, array_like=True, gc=False):
     """One column of a layout. `parts` are (offset, nbytes) in the block; `shape` is a row's, -1 where it differs.
 
@@ -66,6 +78,15 @@ class Column(msgspec.Struct, array_like=True, gc=False):
 
     def schema(self) -> FieldSchema:
         return FieldSchema(self.name, self.kind, self.dtype, self.shape, self.weak)
+
+    def cells(self) -> CellKind:
+        """What its rows have in common, however long they are."""
+        if self.kind == OBJECTS:
+            return CellKind(self.name, OBJECTS)
+        if self.kind == NESTED:
+            children = tuple(sorted(child.cells() for child in self.children))
+            return CellKind(self.name, NESTED, len(self.shape), children=children)
+        return CellKind(self.name, "", len(self.shape), self.dtype, self.weak)
 
     def row_nbytes(self) -> int:
         """Bytes of one row (dense), or of one step along the ragged dimension (ragged)."""

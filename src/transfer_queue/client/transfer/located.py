@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -10,7 +11,7 @@ import numpy as np
 from transfer_queue.client.session import Session
 from transfer_queue.client.spilled import MAX_ARENAS
 from transfer_queue.client.transfer.remote import ReceivedBlock, inline_bytes, layout_of
-from transfer_queue.codec.layout import Layout, Template, decode_layout, sizes_of, template_of
+from transfer_queue.codec.layout import CellKind, Layout, Template, decode_layout, sizes_of, template_of
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.rows import BlockBytes, row_numbers
 from transfer_queue.codec.spread_rows import BlockShare, LoneShare, SpreadRows
@@ -135,6 +136,23 @@ class LocatedRows:
     def is_sliced(self, piece: int) -> bool:
         """Whether of this piece only such parts of rows came as were asked for."""
         return piece in self._elsewhere and self._elsewhere[piece].is_sliced
+
+    def alike(self) -> dict[tuple[CellKind, ...], list[int]]:
+        """The positions of the rows whose fields are of the same kinds, for each of these."""
+        columns: list[list[tuple[CellKind, ...]]] = []
+        for part in self.reply.parts:
+            table = self.runs(part)
+            self.check(table)
+            kinds = {piece: self._kinds(piece, part.fields) for piece in np.unique(table[:, 0]).tolist()}
+            columns.append([kinds[piece] for piece in np.repeat(table[:, 0], table[:, 2]).tolist()])
+        found: dict[tuple[CellKind, ...], list[int]] = {}
+        for position, parts in enumerate(zip(*columns, strict=True)):
+            found.setdefault(tuple(itertools.chain(*parts)), []).append(position)
+        return found
+
+    def _kinds(self, piece: int, fields: list[str]) -> tuple[CellKind, ...]:
+        layout = self.blocks[piece].layout
+        return tuple(column.cells() for column in map(layout.column, fields) if column is not None)
 
     def check(self, table: Numbers) -> None:
         """`ProtocolError` unless these runs are as many rows as the reply has, each in a block that is there."""

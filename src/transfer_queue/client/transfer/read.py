@@ -49,10 +49,11 @@ def read(
     slices: Mapping[str, Slice] = NO_SLICES,
     located: tuple[m.Located, memoryview] | None = None,
     decoding: Decoding = VALUES,
+    found_rows: Sequence[LocatedRows] = (),
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
 
-    `located` is the answer to the first request where it came already.
+    `located` is the answer to the first request where it came already, `found_rows` has what the first ones located.
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
     result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Of fields in `slices` only
@@ -62,10 +63,10 @@ def read(
     where = None if device is None else device_called(device)
     if slices and out and not slices.keys().isdisjoint(out):
         raise InvalidInput(f"out takes whole rows, and parts of rows of {sorted(slices.keys() & out)} are asked for")
-    replies: list[LocatedRows] = []
+    replies = list(found_rows)
     own = copy or bool(out)
-    for request in requests:
-        replies.append((yield from _located(session, request, own, slices, located)))
+    for request in requests[len(replies) :]:
+        replies.append((yield from located_rows(session, request, own, slices, located)))
         located = None
     gathers = own or any(len(part.runs) > RUN_NBYTES for one in replies for part in one.reply.parts)
     nbytes = sum(piece.nbytes for one in replies for piece in one.reply.pieces)
@@ -106,14 +107,14 @@ def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:
     return name
 
 
-def _located(
+def located_rows(
     session: Session,
     request: m.Get,
-    own: bool,
-    slices: Mapping[str, Slice],
-    answer: tuple[m.Located, memoryview] | None,
+    own: bool = False,
+    slices: Mapping[str, Slice] = NO_SLICES,
+    answer: tuple[m.Located, memoryview] | None = None,
 ) -> Operation[LocatedRows]:
-    """Where the rows are, with what lay elsewhere. Looks again when blocks moved meanwhile."""
+    """Where the rows are, pinned, with what lay elsewhere. Looks again when blocks moved meanwhile."""
     looks = MAX_LOOKS
     while True:
         reply, payload = answer or (yield Call(request))
