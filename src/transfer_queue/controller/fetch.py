@@ -573,8 +573,7 @@ def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
     a declared size more may come."""
     task = table.task(name)
     num_taken = task.num_consumed + task.num_lent
-    was_declared = table.declared is not None and table.num_rows > 0 and table.is_whole
-    return was_declared and view.count + num_taken >= table.num_rows
+    return table.num_rows > 0 and table.is_filled and view.count + num_taken >= table.num_rows
 
 
 def _rest(message: Fetch, table: Table, view: ReadyView) -> int:

@@ -102,7 +102,8 @@ class ArchiveReceiver(Receiver):
 
     `commit` returns once all is here and checked; a thread writes it, and the next update waits for that before it is
     verified, so at most two versions are in memory. `keep`: full versions that stay, with the differences to them.
-    The last one is there after `flush`, or the engine's `shutdown`. After a write that failed, the next update raises what it was; the one after it is full. Adapters are refused.
+    The last one is there after `flush`, or the engine's `shutdown`. After a write that failed, the next update raises
+    what it was; the one after it is full. Adapters are refused.
     """
 
     answers = False
