@@ -25,6 +25,7 @@ from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import log as log_module
 from transfer_queue.server.journal import snapshots
+from transfer_queue.server.journal.facts import JournalFact, encoded
 from transfer_queue.server.journal.files import FrameFile, claim, numbers
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_state import KeptService
@@ -387,6 +388,26 @@ def test_a_snapshot_whose_end_cannot_be_heard_of_is_not_written(
             os.kill(pid, 0)
         await one.idle()
         assert one.rows_after_a_restart() == 4
+
+    kept(work)
+
+
+def test_an_event_that_cannot_be_written_down_is_in_a_snapshot(
+    kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(facts: list[JournalFact]) -> bytes:
+        raise RecursionError
+
+    async def work(one: Kept) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "encoded", lambda facts: fails(facts) if facts else encoded(facts))
+            one.put(1)
+        told: list[str] = []
+        assert one.journal.hold(lambda: told.append("kept"))
+        one.put(2)
+        await passes(lambda: told == ["kept"])
+        await one.idle()
+        assert one.rows_after_a_restart() == 8
 
     kept(work)
 

@@ -184,6 +184,9 @@ def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
         if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
             out[key] = value
             continue
+        if m.is_too_deep((value,)):
+            text = f"lists and dicts in each other, more than {m.MAX_NESTING} deep"
+            raise InvalidInput(f"tag {row}, name {key!r}: {text}; put such a value into a field")
         try:
             out[key] = _TAG_VALUES.lower(value.item() if isinstance(value, _NUMBERS) else value)
         except (UnsupportedValue, RecursionError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
-from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
+from transfer_queue.server.journal.facts import UNWRITABLE, JournalFact, SnapshotComplete, encoded
 from transfer_queue.server.journal.files import DRAFT, check_lock, claim, lock_id, name_of, numbers
 from transfer_queue.server.journal.kept_state import OWNER, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
@@ -130,7 +130,13 @@ class DiskJournal:
             return
         facts: list[JournalFact] = [*self._unit.take_facts(), *self._kept.take_facts()]
         if facts:
-            run.log.append(encoded(facts))
+            try:
+                event = encoded(facts)
+            except UNWRITABLE as error:
+                log.error("an event that cannot be written down, so a snapshot of all is: %s", error)
+                self._begin(follows=False)
+                return
+            run.log.append(event)
             is_idle = not run.snapshots and run.awaited < 0  # no log follows one that may yet turn out useless
             if self._is_long() and is_idle and time.monotonic() >= run.next_s:
                 self._begin(follows=True)
