@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -94,9 +95,11 @@ class FrameSocket(Generic[M]):
         self.socket.sendall(payload)
         self.socket.settimeout(None)
 
-    def receive(self, timeout_s: float | None, into: Into | None = None, what: str = "waiting") -> tuple[M, memoryview]:
+    def receive(
+        self, timeout_s: float | None, into: Into | None = None, what: str = "waiting", stall_s: float = math.inf
+    ) -> tuple[M, memoryview]:
         """The next message with its payload, after at most `timeout_s`. None: however long it takes to begin, from then
-        on as long as its payload may take (`MESSAGE_S`, `SLOWEST`).
+        on as long as its payload may take (`MESSAGE_S`, `SLOWEST`). `stall_s`: how long no byte of it may come.
 
         `into(nbytes)` gives or refuses the memory of a payload; without it every payload is refused (`ProtocolError`).
         `what` was asked: for the error.
@@ -107,14 +110,16 @@ class FrameSocket(Generic[M]):
         is_patient = timeout_s is None
         if is_patient:
             timeout_s = self._patience()
-        self._limit(timeout_s)
+        stall_s = max(MIN_WAIT_S, stall_s)
+        self._limit(None if timeout_s is None else min(timeout_s, stall_s))
         started = time.monotonic()
         nbytes = self._spin(started + self.spin_s) if self.spin_s else None
         while True:
             nbytes = self._recv(0) if nbytes is None else nbytes
             waited_s = time.monotonic() - started
             if nbytes is None or (timeout_s is not None and waited_s > timeout_s):
-                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {timeout_s:.6g} s")
+                limit_s = stall_s if timeout_s is None else min(timeout_s, stall_s)
+                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {limit_s:.6g} s")
             self._found.extend(self.reader.advance(nbytes))
             if self._found:
                 self._into = None  # it may hold what it gave
@@ -126,7 +131,7 @@ class FrameSocket(Generic[M]):
                     started, waited_s = started + waited_s, 0.0
                 timeout_s = self._patience()
             if timeout_s is not None:
-                self._limit(max(MIN_WAIT_S, timeout_s - waited_s))
+                self._limit(max(MIN_WAIT_S, min(timeout_s - waited_s, stall_s)))
             nbytes = None
 
     def _patience(self) -> float | None:
