@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -462,3 +463,22 @@ def test_who_sees_a_version_at_the_archive_can_wait_until_it_is_written(tmp_path
     writing.commit(_Came(manifest, {}), VersionInfo(version=1), 1.0)
     writing.settle(DEADLINE_S)
     assert seen == [True]
+
+
+def test_an_engine_that_is_shut_down_has_written_its_last_version(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site()
+    put, leaving = here.archive.put, threading.Event()
+
+    def put_then(*args: Any, **more: Any) -> None:
+        assert leaving.wait(DEADLINE_S)
+        put(*args, **more)
+
+    monkeypatch.setattr(here.archive, "put", put_then)
+    here.trainer.send_weights(deadline_s=DEADLINE_S)
+    flush = here.receiver.flush
+    monkeypatch.setattr(here.receiver, "flush", lambda timeout_s: (leaving.set(), flush(timeout_s)))
+    here.engines[1].shutdown()
+    leaving.set()
+    assert [one.version for one in here.archive.entries(timeout_s=DEADLINE_S)] == [1]

@@ -21,6 +21,7 @@ from transfer_queue.weights.version.manifest import Contents, Manifest
 
 log = logging.getLogger("transfer_queue.weights")
 UPLOAD_S = 3600.0  # of one version
+LEAVE_S = 600.0  # that a program which ends waits for it
 
 
 class _Came(NamedTuple):
@@ -56,6 +57,7 @@ class _Writing(Target):
     def commit(self, prepared: _Came, tag: Any, timeout_s: float) -> Pause:
         with self._lock:
             self._upload = BackgroundCall("tq-archive", self._write, prepared, self._begun())
+            self._upload.outlast(LEAVE_S)
             self.tag = tag
         return Pause(0.0, 0.0)
 
@@ -97,7 +99,8 @@ class ArchiveReceiver(Receiver):
 
     `commit` returns once all is here and checked; a thread writes it, and the next update waits for that before it is
     verified, so at most two versions are in memory. `keep`: full versions that stay, with the differences to them.
-    After a write that failed, the next update raises what it was; the one after it is full. Adapters are refused.
+    The last one is there after `flush`, or the engine's `shutdown`. After a write that failed, the next update raises
+    what it was; the one after it is full. Adapters are refused.
     """
 
     answers = False

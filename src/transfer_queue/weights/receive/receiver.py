@@ -358,6 +358,9 @@ class Receiver:
         if session is not None and session.opened is not None:
             self.end(reason, only=session)
 
+    def flush(self, timeout_s: float) -> None:
+        """Return once all that was committed is where it is to be: it is, unless something else writes it."""
+
     def scramble(self, timeout_s: float) -> None:
         """Overwrite the live weights with noise: dirty until a version of all of them is committed. A check that
         versions replace everything; `UpdateInProgress` when an update is open."""
