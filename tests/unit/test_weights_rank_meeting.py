@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from conftest import until
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import InvalidInput, ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
 from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
-from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport import group_meeting, registry
 from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
 from transfer_queue.weights.transport.protocol import RankMessage
 from transfer_queue.weights.transport.ranks import RankMeeting
 
@@ -147,3 +149,27 @@ def test_a_rank_that_loses_rank_0_in_the_commit_gives_the_version_to_late_server
     finally:
         for one in (trainer, holder, server.engine, late.engine):
             one.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_time(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    thawed = threading.Event()
+
+    class Frozen:
+        def add(self, *_: Any) -> int:
+            assert thawed.wait(2 * ROOM_S)
+            raise RuntimeError("its host is gone")
+
+    monkeypatch.setattr(group_meeting, "check_group", lambda *_: None)
+    monkeypatch.setattr(group_meeting, "_group_store", Frozen)
+    meeting = GroupMeeting(rank, 2)
+    call = BackgroundCall(
+        "tq-test", lambda: meeting.find(0.01) if rank else meeting.tell(MeetingPlace("here"), Deadline(0.01))
+    )
+    try:
+        assert call.ended(ROOM_S)
+        with pytest.raises(DeadlineExceeded):
+            call.outcome()
+    finally:
+        thawed.set()
+        until(lambda: not any(one.name == "tq-weights-call" for one in threading.enumerate()), "the end of its thread")

@@ -118,8 +118,8 @@ class FrameSocket(Generic[M]):
             nbytes = self._recv(0) if nbytes is None else nbytes
             waited_s = time.monotonic() - started
             if nbytes is None or (timeout_s is not None and waited_s > timeout_s):
-                within_s = stall_s if timeout_s is None else min(timeout_s, stall_s)
-                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {within_s:.6g} s")
+                limit_s = stall_s if timeout_s is None else min(timeout_s, stall_s)
+                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {limit_s:.6g} s")
             self._found.extend(self.reader.advance(nbytes))
             if self._found:
                 self._into = None  # it may hold what it gave
