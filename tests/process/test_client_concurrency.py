@@ -18,7 +18,14 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from transfer_queue.client.effects import Offload
 from transfer_queue.client.transfer.read import read
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StorageKeyNotFoundError, StoreFull
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    SchemaConflict,
+    StorageKeyNotFoundError,
+    StoreFull,
+    UnsupportedValue,
+)
 from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -476,6 +483,34 @@ def test_who_gives_up_while_the_connection_of_a_loop_is_opened_takes_no_other_ca
         return await patient
 
     assert asyncio.run(both()).size == 1
+
+
+def test_a_tag_that_a_process_cannot_make_fails_the_call_that_asked_for_it_and_no_other(
+    client: tq.TransferQueueClient, child: Callable[..., Any]
+) -> None:
+    child(
+        """
+        import transfer_queue as tq
+        class Money:
+            def __init__(self, number):
+                self.number = number
+        tq.register_type(Money, name="money", to_plain=lambda one: one.number, from_plain=Money)
+        tq.kv_put("k", "other", tag={"price": Money(3)})
+        """
+    ).finish()
+
+    async def main() -> None:
+        waiting = asyncio.create_task(client.async_get_meta(["x"], 1, "mine", task_name="t", timeout_s=30))
+        await asyncio.to_thread(until, lambda: client.stats()["waiting_requests"], "the wait")
+        with pytest.raises(UnsupportedValue, match="holds a 'money': call"):
+            await tq.async_kv_list("other")
+        await client.async_put(batch(1, x=torch.ones(1)), partition_id="mine")
+        assert (await waiting).size == 1
+
+    asyncio.run(main())
+    with pytest.raises(UnsupportedValue, match="register_type"):
+        tq.kv_list("other")
+    assert tq.kv_list("mine") == {"mine": {}}
 
 
 def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueClient) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, UnsupportedValue
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
@@ -18,7 +18,18 @@ from transfer_queue.wire.blocking import MIN_WAIT_S, FrameSocket, dial, within
 log = logging.getLogger("transfer_queue")
 
 _lifting = Lifting()
-decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
+_decode = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
+_items_of = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_number_of = msgspec.msgpack.Decoder(int).decode
+
+
+def decode_reply(header: memoryview) -> m.Message:
+    """A message of the server. One with a value that this process cannot make, such as a tag whose type is registered
+    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it."""
+    try:
+        return _decode(header)
+    except (UnsupportedValue, ProtocolError) as error:
+        return m.Failed(_number_of(_items_of(header)[1]), error.code, str(error))
 
 
 class Connection:
