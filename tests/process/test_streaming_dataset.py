@@ -170,6 +170,20 @@ def test_reset_replays_the_buffer_and_step_moves_on(client: Client) -> None:
     assert numbers(stream) == [[100, 101], [102, 103]]
 
 
+def test_a_batch_that_comes_again_has_nothing_to_acknowledge_once_all_of_it_was_used(client: Client) -> None:
+    """The service forgets leases of which nothing is left, after 16,384 others."""
+    put(client, 8)
+    stream = dataset()
+    running = iter(stream)
+    assert all(next(running)[1].lease for _ in range(3))
+    assert [meta.lease > 0 for _, meta in stream.buffer] == [False, True]
+    stream.reset()
+    again = iter(stream)
+    assert [meta.lease > 0 for _, meta in (next(again) for _ in range(4))] == [False, False, True, True]
+    again.close()
+    assert used(client) == 6
+
+
 @pytest.mark.parametrize("move", ["reset", "step"])
 def test_what_was_fetched_ahead_is_given_back(client: Client, move: str) -> None:
     put(client, 8)

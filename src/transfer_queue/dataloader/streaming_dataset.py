@@ -294,6 +294,13 @@ class StreamingDataset(IterableDataset[Any]):
             work.items = iter(())  # the rest of the batch is lost as well
             raise
         self.note_used(receipt)
+        position = (receipt.batch_index - self._first) // self._stride
+        if receipt.is_last and receipt.lease and position < len(self.buffer):
+            # from the buffer it comes without a lease, which the service does not know for ever
+            data, meta = self.buffer[position]
+            kept = meta[:]
+            kept.lease = 0
+            self.buffer[position] = data, kept
 
     def begin(self, batch_index: int) -> None:
         """The loader's iterator delivers from this batch now."""
