@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from transfer_queue.dataloader.acks import Acks
 from transfer_queue.dataloader.feed import Feed
+from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.dataloader.streaming_dataset import chunk_batch_fn, default_fetch_batch_fn
-from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.errors import DeadlineExceeded, InternalError
 from transfer_queue.metadata import BatchMeta
 
 Client = tq.TransferQueueClient
@@ -151,6 +153,35 @@ def test_a_lease_is_kept_alive_while_the_consumer_works(client: Client) -> None:
     with pytest.raises(DeadlineExceeded):
         client.get_meta(["x"], 4, "p", task_name="t", timeout_s=1.5)
     assert numbers(stream) == [[2, 3]]
+
+
+@pytest.mark.parametrize("kind", [InternalError, OSError])
+def test_a_renewal_that_fails_in_whatever_way_keeps_no_loop_waiting(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    failed = threading.Event()
+
+    def renew(*_: Any) -> None:
+        failed.set()
+        raise kind("a renewal")
+
+    monkeypatch.setattr(LeaseOwner, "renew", renew)
+    running = iter(dataset(lease_s=0.3))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(next, running)
+        assert failed.wait(20)
+        put(client, 4)
+        assert found.result(20)[0]["x"].tolist() == [0, 1]
+    running.close()
+
+
+def test_a_loop_whose_thread_has_died_hears_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(LeaseOwner, "keep", lambda *_: 1 / 0)
+    running = iter(dataset(lease_s=0.3))
+    with pytest.raises(InternalError) as raised:
+        next(running)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
 
 def test_reset_replays_the_buffer_and_step_moves_on(client: Client) -> None:

@@ -202,7 +202,7 @@ class StreamingDataset(IterableDataset[Any]):
         if work.holder is None:
             work.holder = LeaseOwner(work.client)
         holder, terms = work.holder, self._terms(work.holder.ident)
-        return Feed(work.client, terms, lambda: holder.renew(terms.lease_s))
+        return Feed(work.client, terms, lambda: holder.keep(terms.lease_s))
 
     def _terms(self, holder: bytes) -> Terms:
         return Terms(
