@@ -11,6 +11,7 @@ from services import commit
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import StoreFull
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server import sessions
 from transfer_queue.server.service import Service
@@ -78,6 +79,22 @@ def test_replies_are_forgotten_with_their_session(service: Service) -> None:
     again = service.sessions.attach(b"client", local=True)
     send(service, again, commit(1, 4), b"abcd")
     assert service.controller.num_rows == 8
+
+
+def test_refills_whose_request_was_cancelled_are_asked_for_anew(service: Service) -> None:
+    session, other = service.sessions.attach(b"client", local=True), service.sessions.attach(b"other", local=True)
+    send(service, session, m.OpenPool(1, "p", GroupPolicy(), None))
+    send(service, session, m.OpenGroup(2, "p", "g", 1, 1, "", {}, None, None, False))
+    for rid in range(3, 6):
+        claimed = send(service, session, m.ClaimSlots(2 * rid, "p", 1, None, 0.0))
+        assert isinstance(claimed, m.SlotsClaimed)
+        attempts = [m.Attempt(one.group, one.slot, one.attempt) for one in claimed.slots]
+        send(service, session, m.FailSlots(2 * rid + 1, "p", attempts, "infra"))
+    taken = m.TakeRefills(20, "p", 1, 0.0)
+    assert isinstance(send(service, session, taken), m.Counted)
+    service.notify(m.Cancel(20), session)
+    assert isinstance(send(service, other, m.TakeRefills(1, "p", 1, 0.0)), m.Counted)
+    assert isinstance(send(service, session, taken), m.Failed), "somebody else has them"
 
 
 def test_a_session_of_another_host_outlives_its_connections_for_a_while(service: Service) -> None:

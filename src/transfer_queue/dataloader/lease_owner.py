@@ -14,7 +14,14 @@ from transfer_queue import interface
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
-from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceError, ServiceUnavailable, error_from_code
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    NotInitialized,
+    ServiceError,
+    ServiceUnavailable,
+    TransferQueueError,
+    error_from_code,
+)
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 from transfer_queue.wire.handshake import GRACE_S
@@ -48,6 +55,11 @@ class LeaseOwner:
                 return
         self._open_again()
         self._ask(lease_s)
+
+    def keep(self, lease_s: float) -> None:
+        """As `renew`, as far as that is possible: otherwise the next fetch or acknowledgement tells."""
+        with contextlib.suppress(TransferQueueError, OSError):
+            self.renew(lease_s)
 
     def _open_again(self) -> None:
         fresh, lost = self._session.connect(ident=self.ident), self._line.connection

@@ -3,7 +3,6 @@ the rows."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.process
 import os
 import threading
@@ -22,7 +21,6 @@ from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links
-from transfer_queue.errors import ServiceError
 
 
 def identity(item: Any) -> Any:
@@ -265,5 +263,4 @@ class _Deliveries(Iterator[Any]):
 
 def _renew(holder: LeaseOwner, lease_s: float, closed: threading.Event) -> None:
     while not closed.wait(renewal_s(lease_s)):
-        with contextlib.suppress(ServiceError):  # the next ack tells
-            holder.renew(lease_s)
+        holder.keep(lease_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +21,6 @@ from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
 from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 
 Row: TypeAlias = dict[str, Any]
@@ -267,13 +265,11 @@ def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwne
 async def _renew(holder: LeaseOwner, lease_s: float) -> None:
     while True:
         await asyncio.sleep(renewal_s(lease_s))
-        work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))
+        work = asyncio.ensure_future(asyncio.to_thread(holder.keep, lease_s))
         try:
             await asyncio.wait([work])
         finally:  # the thread is done with the connection before that is closed
             await asyncio.wait([work])
-            with contextlib.suppress(ServiceError):  # the next fetch or ack tells
-                work.result()
 
 
 async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | End:

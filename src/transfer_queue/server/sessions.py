@@ -16,7 +16,7 @@ TOO_LONG_AGO = "the request was carried out, but its answer is not kept any more
 REMEMBERED_CANCELS = 1024  # of each session
 REMEMBERED_ENDED = 1024  # sessions
 TAKEN = (  # answers that gave something
-    m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
+    m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent, m.Counted,
 )  # fmt: skip
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 
