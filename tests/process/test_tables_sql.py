@@ -135,7 +135,8 @@ def test_files_extensions_settings_and_nonsense_are_refused(query: str, tmp_path
     ("query", "expected"),
     [
         ("select count(*) from {} using sample 2 rows", 2), ("select count(*) from {} tablesample 100%", 4),
-        ("select count(*) from {} tablesample reservoir(3)", 3), ("select count(*) from {} using sample 100% (system)", 4),
+        ("select count(*) from {} tablesample reservoir(3)", 3),
+        ("select count(*) from {} using sample 100% (system)", 4),
     ],
 )  # fmt: skip
 def test_rows_are_sampled(train: str, query: str, expected: int) -> None:
