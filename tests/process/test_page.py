@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -219,6 +220,19 @@ def test_a_value_that_cannot_be_read_does_not_hide_the_others(
         shown = {one["name"]: one for one in page.row("p", key="a")[1]["fields"]}
     assert shown["plain"]["text"] == "good"
     assert shown["pickled"]["kind"] == "none"
+
+
+def test_odd_numbers_and_dtypes_do_not_hide_the_others(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    values: dict[str, Any] = {
+        "big_endian": np.arange(3, dtype=">i4"), "long_double": np.array([1.5], np.longdouble), "plain": "good",
+        "bits": torch.ones(3, dtype=torch.uint8).view(torch.bits8),
+    }  # fmt: skip
+    tq.kv_put("a", "p", values)
+    status, found = page.row("p", key="a")
+    shown = {one["name"]: one["text"] for one in found["fields"]}
+    assert (status, shown["plain"], shown["big_endian"]) == (200, "good", "0, 1, 2")
+    assert shown["bits"].startswith("cannot be shown: ")
+    assert "float128" in shown["long_double"]
 
 
 # ---- hostile names and visitors ----
