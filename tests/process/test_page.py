@@ -26,7 +26,7 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import DeadlineExceeded
-from transfer_queue.page import beside
+from transfer_queue.page import access, beside
 from transfer_queue.page.access import Access
 from transfer_queue.page.printable import ident
 from transfer_queue.weights.fleet import ReplicaStatus
@@ -260,7 +260,7 @@ def test_every_answer_has_the_headers_that_keep_scripts_out(page: RunningPage) -
         assert "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
-        assert headers["cache-control"] == "no-store"
+        assert (headers["cache-control"], headers["connection"]) == ("no-store", "close")
     with page.look() as viewer:
         assert viewer.next("look")["trouble"] == ""
 
@@ -324,6 +324,28 @@ def test_the_path_that_is_asked_for_decides_whether_a_token_is_needed(path: str,
     }  # fmt: skip
     asyncio.run(Access(application, TOKEN, False, 80)(scope, None, send))  # type: ignore[arg-type]
     assert (reached, sent[0]["status"]) == ([], 401)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_form_that_does_not_come_keeps_no_connection(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    monkeypatch.setattr(access, "FORM_S", 0.01)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def logged_in() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": [(b"host", b"x")]}
+        await asyncio.wait_for(Access(send, TOKEN, False, 80)(scope, receive, send), 10)  # type: ignore[arg-type]
+
+    asyncio.run(logged_in())
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
 
 
 def test_without_a_token_it_listens_on_loopback_only(client: tq.TransferQueueClient) -> None:
