@@ -508,6 +508,15 @@ def _page_of(server: int) -> psutil.Process:
     return found
 
 
+def test_a_page_is_no_part_of_the_trace_of_its_job(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TQ_TRACE", str(tmp_path / "trace"))
+    with page_of(str(client.address)) as page, page.look() as viewer:
+        assert viewer.next("look")["trouble"] == ""
+    assert not os.path.exists(tmp_path / "trace")
+
+
 def test_the_server_of_a_page_imports_neither_starlette_nor_torch(fresh_child: Callable[[str], Child]) -> None:
     code = (
         "import sys, transfer_queue.cli, transfer_queue.server.process\n"
