@@ -62,8 +62,8 @@ def metrics(
     letters, the version of the weights (where one was announced), memory in bytes and as a share of the budget; of each
     of `partitions` (None: all) its rows, groups by state, and the share of rows that each of `tasks` consumed.
 
-    Two requests. A partition that is not there is left out, and a task that is not there consumed none. `client`: default
-    that of this process. Raises `NotInitialized`.
+    Two requests. A partition that is not there is left out, and a task that is not there consumed none. `client`:
+    default that of this process. Raises `NotInitialized`.
     """
     asked = tq.get_client() if client is None else client
     told = asked.stats()
