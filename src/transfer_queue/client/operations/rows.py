@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta, committed_meta, field_specs, warn_repeated
-from transfer_queue.client.effects import Call, HoldSession, Operation
+from transfer_queue.client.effects import Call, HoldSession, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
@@ -21,7 +21,7 @@ from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on
 from transfer_queue.codec import lists
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import exchanged, items_of, plan_batch
+from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
@@ -170,9 +170,18 @@ def num_rows(batch: Batch) -> int:
     return count
 
 
-def planned(session: Session, batch: Batch, parser: Parser | None) -> BlockPlan:
+def batch_plan(session: Session, batch: Batch, rows: int) -> Operation[BlockPlan]:
+    """As `plan_batch`; many Python values do not hold up an event loop."""
+    nbytes = python_nbytes(batch, rows)
+    if not nbytes:
+        return plan_batch(batch, rows, session.allow_pickle)
+    plan: BlockPlan = yield Offload(lambda: plan_batch(batch, rows, session.allow_pickle), nbytes)
+    return plan
+
+
+def planned(session: Session, batch: Batch, parser: Parser | None) -> Operation[BlockPlan]:
     """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
-    plan = plan_batch(parsed(batch, parser), num_rows(batch), session.allow_pickle)
+    plan = yield from batch_plan(session, parsed(batch, parser), num_rows(batch))
     if not plan.columns:
         raise InvalidInput("a batch needs at least one field")
     return plan
@@ -202,7 +211,7 @@ def put(
     if metadata is None:
         if not partition_id:
             raise InvalidInput("put needs metadata or a partition_id")
-        plan = planned(session, data, data_parser)
+        plan = yield from planned(session, data, data_parser)
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
         reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
         return committed_meta(session.service_id, reply, partition_id, plan.schema(), None)
@@ -214,7 +223,7 @@ def put(
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     for positions, part in _by_partition(metadata):
         rows_of_part = data if len(part) == count else _rows_at(data, positions)
-        plan = planned(session, rows_of_part, data_parser)
+        plan = yield from planned(session, rows_of_part, data_parser)
         schema = yield from _put_part(session, plan, part, strict_schema, dedupe)
     metadata.field_schema = {**metadata._frozen_schema(), **schema}
     metadata._set_ready()
