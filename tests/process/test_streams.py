@@ -328,6 +328,13 @@ def test_parts_say_which_of_their_rows_are_repeated() -> None:
     assert [part["x"].tolist() for part, _ in chunk_batch_fn(data, meta, 2)] == [[1], [2]]
 
 
+def test_rows_of_joined_metas_are_left_out_at_the_end_only() -> None:
+    shares = [BatchMeta([row, row], ["p"] * 2, extra_info={"repeated": 1}) for row in (1, 2)]
+    data = TensorDict({"x": torch.tensor([1, 1, 2, 2])}, batch_size=[4])
+    parts = chunk_batch_fn(data, BatchMeta.concat(shares), 2)
+    assert [(part["x"].tolist(), info.extra_info) for part, info in parts] == [([1, 1], {"repeated": 1}), ([2], {})]
+
+
 def test_an_own_function_gets_as_many_rows_in_every_rank(client: Client) -> None:
     put(client, 5)
     client.set_partition("p", size=5)

@@ -337,6 +337,21 @@ def test_concat_joins_extra_info_and_refuses_conflicts() -> None:
             BatchMeta.concat([batch(1, **values), batch(1, **other)])
 
 
+def test_parts_and_joined_metas_count_their_own_repeated_rows() -> None:
+    first, second = batch(3, 0, repeated=1), batch(4, 10, repeated=2)
+    assert [part.extra_info.get("repeated") for part in (first[:2], first[1:], second[-1], second[::-1][:3])] == [
+        None, 1, 1, 2
+    ]  # fmt: skip
+    joined = BatchMeta.concat([first, second, batch(2, 20)])
+    assert joined.extra_info["repeated"] == 3
+    sent = pickled(joined)
+    assert [part.extra_info.get("repeated") for part in (sent[:3], sent[3:7], sent[7:])] == [1, 2, None]
+    assert BatchMeta.concat(joined.chunk(9)) == joined
+    joined.reorder(range(8, -1, -1))
+    assert joined[:4].extra_info["repeated"] == 2
+    assert joined.copy()[4:].extra_info["repeated"] == 1
+
+
 def test_concat_of_two_dense_shapes_is_ragged() -> None:
     wide = BatchMeta([1], ["p"], {"a": {**DENSE, "shape": torch.Size([3])}})
     joined = BatchMeta.concat([BatchMeta([0], ["p"], {"a": DENSE}), wide])

@@ -24,7 +24,7 @@ from safetensors.torch import save as bytes_of
 from tensordict import TensorDict
 
 from transfer_queue.bundles.columns import SavedColumn, Tensors, packed, unpacked
-from transfer_queue.client.describing import REPEATED, field_specs
+from transfer_queue.client.describing import field_specs
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
@@ -35,6 +35,7 @@ from transfer_queue.codec.plan import items_of
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.metadata.contents import REPEATED
 from transfer_queue.saved.places import folder_at
 from transfer_queue.saved.reading import SavedFolder
 from transfer_queue.schema import FieldSchema

@@ -12,13 +12,11 @@ import torch
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.metadata.contents import Redelivered
+from transfer_queue.metadata.contents import REPEATED, Redelivered
 from transfer_queue.schema import DENSE, MIXED, NESTED, OBJECTS, FieldSchema
 from transfer_queue.wire.arrays import numbers_of
 from transfer_queue.wire.lives import naming
 from transfer_queue.wire.messages import Committed, RowSet, Tags
-
-REPEATED = "repeated"
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +54,7 @@ def batch_meta(service_id: bytes, reply: RowSet, partition: str, fields: list[st
 
 
 def num_repeated(meta: BatchMeta) -> int:
-    """How many rows at the end of a batch are there once more, so that all data-parallel ranks get the same number."""
+    """How many rows of a batch are there once more, so that all data-parallel ranks get the same number."""
     return int(meta.extra_info.get(REPEATED, 0))
 
 

@@ -230,7 +230,7 @@ class GroupOperations:
         metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (new rows are not stored,
         others are cleared), `InvalidInput` for another result than the first.
         """
-        plan = _placed(self, data)
+        plan = yield from _placed(self, data)
         one = attempt.result(
             reward=reward, oldest_version=oldest_version, newest_version=newest_version, tokens=tokens, info=info,
             num_rows=plan.rows if isinstance(plan, BlockPlan) else len(plan),
@@ -250,7 +250,7 @@ class GroupOperations:
         is stored; the others are in. Raises `InvalidInput`, with nothing stored, where one of them has another result
         already, or the rows do not fit.
         """
-        return (yield from _finish(self, results, _placed(self, data)))
+        return (yield from _finish(self, results, (yield from _placed(self, data))))
 
     def fail(self, attempts: SlotAttempt | Sequence[SlotAttempt], kind: str = "infra") -> Operation[None]:
         """Attempts have failed: their siblings are tried again, by anybody, until their attempts are spent.
@@ -398,10 +398,10 @@ def _waiting(pool: PoolOf, timeout_s: float | None) -> float:
     return pool.session.timeout_s if timeout_s is None else timeout_s
 
 
-def _placed(pool: PoolOf, data: Any) -> BlockPlan | BatchMeta | KVBatchMeta:
+def _placed(pool: PoolOf, data: Any) -> Operation[BlockPlan | BatchMeta | KVBatchMeta]:
     """The metadata of rows that are in the pool's partition, or the plan of new ones."""
     if not isinstance(data, (BatchMeta, KVBatchMeta)):
-        return ops.planned(pool.session, data, None)
+        return (yield from ops.planned(pool.session, data, None))
     places = {data.partition_id} if isinstance(data, KVBatchMeta) else set(data.partition_ids)
     if places - {pool.partition_id}:
         raise InvalidInput(f"the rows are in {', '.join(map(repr, places))}, not in {pool.partition_id!r}")

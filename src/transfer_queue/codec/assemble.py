@@ -46,6 +46,7 @@ from transfer_queue.errors import InvalidInput, ProtocolError, SchemaConflict
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, FieldSchema
 
+AT_ONCE = 1024  # values that one call decodes at most: another thread can have the interpreter in between
 Located = Sequence[tuple[BlockBytes, int, int]]  # (block, first row, number of rows), in result order
 
 
@@ -185,9 +186,13 @@ class Assembler:
     def _stacked(self, name: str, messages: list[memoryview]) -> Any:
         """The values of a column without buffers: none of them is a tensor."""
         lifting = self._lifting()
+        values: list[Any] = []
         try:
-            found = lifting.unpack_all(messages, len(messages))
-            return stack(list(map(lifting.unpack, messages)) if found is None else found)
+            for at in range(0, len(messages), AT_ONCE):
+                some = messages[at : at + AT_ONCE]
+                found = lifting.unpack_all(some, len(some))
+                values += map(lifting.unpack, some) if found is None else found
+            return stack(values)
         except DAMAGED as error:
             raise damaged(name, error) from None
 
@@ -367,10 +372,15 @@ def _distinct(runs: Sequence[Run]) -> list[Column]:
 def _decoded_run(lifting: Lifting, run: Run) -> list[Any]:
     """The values of rows that lie one after the other, in a column without buffers."""
     block, column, start, count = run
-    data = block.part(column, 0)
-    first, last = block.offsets(column, 1, len(data))[[start, start + count]].tolist()
-    found = lifting.unpack_all([memoryview(data)[first:last]], count)  # type: ignore[arg-type]
-    return list(map(lifting.unpack, _messages(run))) if found is None else found
+    data = memoryview(block.part(column, 0))  # type: ignore[arg-type]
+    marks = block.offsets(column, 1, len(data))
+    values: list[Any] = []
+    for at in range(start, start + count, AT_ONCE):
+        some = run._replace(start=at, rows=min(AT_ONCE, start + count - at))
+        first, last = marks[[at, at + some.rows]].tolist()
+        found = lifting.unpack_all([data[first:last]], some.rows)
+        values += map(lifting.unpack, _messages(some)) if found is None else found
+    return values
 
 
 def _messages(run: Run) -> Iterator[memoryview]:

@@ -29,6 +29,8 @@ from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.schema import DENSE, NESTED, OBJECTS, RAGGED, VARIED
 
 TEXT_CHARS = 256  # texts that long on average are copied straight from the strings
+FEW_ROWS = 64  # fewer take less time than a thread
+VALUE_NBYTES, NUMBER_NBYTES = 1024, 64  # copied in the time that one value, or one number of a list, takes
 JOIN_NBYTES = 1024  # shorter messages are joined first
 
 
@@ -45,6 +47,20 @@ def plan_batch(batch: TensorDictBase | Mapping[str, Any], rows: int, allow_pickl
     plan = BlockPlan(rows, allow_pickle, batch)
     _add_columns(plan, items_of(batch), not isinstance(batch, TensorDictBase))
     return plan
+
+
+def python_nbytes(batch: TensorDictBase | Mapping[str, Any], rows: int) -> int:
+    """How long it takes to plan the Python values of a batch, roughly, as the bytes copied meanwhile."""
+    if rows < FEW_ROWS:
+        return 0
+    found = 0
+    for _, column in items_of(batch):
+        if isinstance(column, NonTensorStack) or (isinstance(column, np.ndarray) and column.dtype == object):
+            found += rows * VALUE_NBYTES
+        elif isinstance(column, (list, tuple)) and column:
+            numbers = len(column[0]) if type(column[0]) is list else 0
+            found += rows * (VALUE_NBYTES + NUMBER_NBYTES * numbers)
+    return found
 
 
 def exchanged(batch: Mapping[str, Any]) -> Mapping[str, Any]:

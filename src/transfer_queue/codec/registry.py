@@ -40,8 +40,8 @@ def register_type(
     back as is up to them, unless it is registered as well. Enums, dataclasses and named tuples need no functions, and
     where their class is imported before reading they need not be registered, unless it has special methods of its own:
     registering it lets a message make values that run them. `name` defaults to module and qualified name. Usable as a
-    class decorator. Raises `InvalidInput` for a type without functions, or a name taken by another
-    type.
+    class decorator. Functions run in any thread: those of many values in one that holds up no event loop. Raises
+    `InvalidInput` for a type without functions, or a name taken by another type.
     """
     name = name or f"{cls.__module__}:{cls.__qualname__}"
     if to_plain is None or from_plain is None:

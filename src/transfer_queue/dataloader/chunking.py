@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
-from transfer_queue.client.describing import REPEATED, num_repeated, warn_repeated
+from transfer_queue.client.describing import num_repeated, warn_repeated
 from transfer_queue.client.transfer.read import new_tensordict
 from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.errors import InvalidInput, UnsupportedValue
@@ -36,18 +37,20 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidInput(f"{total} rows of data with {len(batch_meta)} rows of metadata")
     if micro_batch_size == total and not num_repeated(batch_meta):
         return [(td.copy(), batch_meta[:])]
-    columns, own = dict(td.items()), total - num_repeated(batch_meta)
+    columns, own = dict(td.items()), total - _repeated_at_end(batch_meta)
     found = []
     for start, stop in bounds(total, own, micro_batch_size):
         part = {key: _rows(value, start, stop) for key, value in columns.items()}
         meta = batch_meta[start:stop]
-        if own < total:
-            meta.extra_info.pop(REPEATED, None)
-            if stop > own:
-                meta.extra_info[REPEATED] = stop - max(start, own)
-                warn_repeated(meta)
+        warn_repeated(meta)
         found.append((new_tensordict(part, stop - start), meta))
     return found
+
+
+def _repeated_at_end(meta: BatchMeta) -> int:
+    """How many of the rows at the end are repeated; joined metas have some before other rows, too."""
+    repeated = meta._repeated_rows()
+    return 0 if repeated is None else int(np.logical_and.accumulate(repeated[::-1]).sum())
 
 
 def bounds(total: int, own: int, micro_batch_size: int) -> list[tuple[int, int]]:

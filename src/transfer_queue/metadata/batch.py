@@ -22,7 +22,7 @@ from transfer_queue.metadata.columns import (
     take,
     unpacked_ids,
 )
-from transfer_queue.metadata.contents import BatchContents, same_or_list
+from transfer_queue.metadata.contents import REPEATED, BatchContents, same_or_list
 from transfer_queue.metadata.fields import Schema, check_joinable, concat_schema, take_schema
 from transfer_queue.metadata.merge import chunk_bounds, common_service, merge_extra_info, same_value
 from transfer_queue.metadata.views import SampleViews
@@ -41,6 +41,8 @@ class BatchMeta(BatchContents):
     have it when it is the only one among them. `service_id` names the life of the service that the rows and the lease
     are of (b"": not known); another life refuses them. `redelivered` says by global index of rows that came back to
     their task how often and why. None of the three is part of the value that `==` compares.
+
+    `extra_info["repeated"]` counts rows of this meta that are there once more; parts and joined metas count theirs.
     """
 
     __slots__ = ()
@@ -114,6 +116,9 @@ class BatchMeta(BatchContents):
             self._backend.take(where, size),
         )
         part.lease, part.service_id = self.lease, self.service_id
+        repeated = self._repeated_rows()
+        if repeated is not None:
+            part._set_repeated_rows(repeated[where])
         if self.redelivered:
             kept = part.indexes.tolist()
             part.redelivered = {row: self.redelivered[row] for row in kept if row in self.redelivered}
@@ -235,10 +240,16 @@ class BatchMeta(BatchContents):
             _join_parts(metas),
             concat_schema(schemas, [meta.size for meta in metas]),
             _join_status(metas),
-            merge_extra_info((meta.extra_info for meta in metas), "concat"),
+            merge_extra_info(map(_own_extra_info, metas), "concat"),
             DictColumn.concat([meta._tags for meta in metas]),
             DictColumn.concat([meta._backend for meta in metas]),
         )
+        repeated = [meta._repeated_rows() for meta in metas]
+        if any(rows is not None for rows in repeated):
+            parts = zip(metas, repeated, strict=True)
+            joined._set_repeated_rows(
+                np.concatenate([np.zeros(meta.size, np.bool_) if rows is None else rows for meta, rows in parts])
+            )
         joined.lease = _common_lease(metas)
         joined.redelivered = {row: one for meta in metas for row, one in meta.redelivered.items()}
         joined.service_id = common_service((meta.service_id for meta in metas), "concat")
@@ -276,16 +287,17 @@ class BatchMeta(BatchContents):
             self.lease,
             self.service_id,
             dict(self.redelivered),
+            self._repeated,
         )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        packed, parts, schema, status, extra_info, tags, backend, lease, service_id, redelivered = state
+        packed, parts, schema, status, extra_info, tags, backend, lease, service_id, redelivered, repeated = state
         ids = unpacked_ids(packed)
         if isinstance(status, bytes):
             status = np.frombuffer(status, np.int8).copy()
         size = len(ids)
         self._fill(ids, parts, schema, status, extra_info, DictColumn(size, *tags), DictColumn(size, *backend))
-        self.lease, self.service_id, self.redelivered = lease, service_id, redelivered
+        self.lease, self.service_id, self.redelivered, self._repeated = lease, service_id, redelivered, repeated
 
     def __repr__(self) -> str:
         ids = self.indexes
@@ -301,6 +313,13 @@ def _common_lease(metas: Sequence[BatchMeta]) -> int:
     """The lease of those that have one, 0 when they have several."""
     leases = {meta.lease for meta in metas} - {0}
     return leases.pop() if len(leases) == 1 else 0
+
+
+def _own_extra_info(meta: BatchMeta) -> Mapping[str, Any]:
+    """What `extra_info` says of the batch, and not of rows in it."""
+    if meta._repeated_rows() is None:
+        return meta.extra_info
+    return {key: value for key, value in meta.extra_info.items() if key != REPEATED}
 
 
 def _join_parts(metas: Sequence[BatchMeta]) -> str | list[str]:

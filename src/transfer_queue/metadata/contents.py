@@ -27,6 +27,7 @@ class Redelivered(NamedTuple):
     reason: str
 
 
+REPEATED = "repeated"  # in `extra_info`: how many rows are there once more, at the end of a batch that was fetched
 NEVER: Mapping[int, Redelivered] = MappingProxyType({})
 
 
@@ -37,14 +38,15 @@ class BatchContents:
     """
 
     __slots__ = (
-        "_backend", "_carried", "_ids", "_parts", "_schema", "_schema_shown", "_size", "_status", "_tags", "extra_info",
-        "lease", "redelivered", "service_id",
+        "_backend", "_carried", "_ids", "_parts", "_repeated", "_schema", "_schema_shown", "_size", "_status", "_tags",
+        "extra_info", "lease", "redelivered", "service_id",
     )  # fmt: skip
 
     extra_info: dict[str, Any]
     lease: int  # the lease the rows are held on, 0 for none; parts share it
     redelivered: Mapping[int, Redelivered]  # by global index, of rows that came back before
     _carried: object  # what the client that fetched the rows knows of them; no copy or part has it
+    _repeated: npt.NDArray[np.bool_] | None  # which rows `REPEATED` counts; None: the last ones
     service_id: bytes  # the life of the service that named the rows, b"" when it is not known
     _ids: IntArray | list[int]  # a read-only array until it was shown as a list
     _parts: str | list[str]  # one partition for all rows until it was shown as a list
@@ -72,6 +74,7 @@ class BatchContents:
         self.redelivered = NEVER
         self.service_id = b""
         self._carried = None
+        self._repeated = None
         self._tags = tags or DictColumn(self._size)
         self._backend = backend or DictColumn(self._size)
         return self
@@ -255,6 +258,22 @@ class BatchContents:
     def has_extra_info(self, key: str) -> bool:
         """Whether `extra_info` has the key."""
         return key in self.extra_info
+
+    def _repeated_rows(self) -> npt.NDArray[np.bool_] | None:
+        """Which rows `extra_info` counts as repeated; None where it counts none."""
+        count = self.extra_info.get(REPEATED)
+        if type(count) is not int or count <= 0:
+            return None
+        if self._repeated is not None and np.count_nonzero(self._repeated) == count:
+            return self._repeated
+        return np.arange(self._size) >= self._size - count
+
+    def _set_repeated_rows(self, repeated: npt.NDArray[np.bool_]) -> None:
+        count = int(np.count_nonzero(repeated))
+        self.extra_info.pop(REPEATED, None)
+        if count:
+            self.extra_info[REPEATED] = count
+        self._repeated = None if repeated[self._size - count :].all() else repeated
 
     @property
     def custom_meta(self) -> list[Row]:

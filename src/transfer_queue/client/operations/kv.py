@@ -17,7 +17,7 @@ from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, is_on, store
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import columns_of_row, plan_batch, plan_row
+from transfer_queue.codec.plan import columns_of_row, plan_row
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput
@@ -60,7 +60,7 @@ def kv_put(
         plan = None
     elif data_parser is not None or isinstance(fields, TensorDictBase):
         batch = fields if isinstance(fields, TensorDictBase) else columns_of_row(fields)
-        plan = ops.planned(session, batch, data_parser)
+        plan = yield from ops.planned(session, batch, data_parser)
         if plan.rows != 1:
             raise InvalidInput(f"kv_put writes one row, the fields have {plan.rows}")
     elif isinstance(fields, Mapping):
@@ -88,16 +88,16 @@ def kv_batch_put(
     if fields is None and tags is None:
         raise InvalidInput("give fields, tags or both")
     ops.distinct_keys(keys)
-    plan = None if fields is None else _planned_batch(session, fields, len(keys), data_parser)
+    plan = None if fields is None else (yield from _planned_batch(session, fields, len(keys), data_parser))
     return (yield from _write(session, keys, partition_id, plan, tags, strict_schema, dedupe))
 
 
-def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> BlockPlan:
+def _planned_batch(session: Session, fields: ops.Batch, count: int, parser: ops.Parser | None) -> Operation[BlockPlan]:
     if ops.num_rows(fields) != count:
         raise InvalidInput(f"{count} keys with fields of {ops.num_rows(fields)} rows")
     if parser is None:
-        return plan_batch(fields, count, session.allow_pickle)
-    return ops.planned(session, fields, parser)
+        return (yield from ops.batch_plan(session, fields, count))
+    return (yield from ops.planned(session, fields, parser))
 
 
 def _write(

@@ -13,7 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta, committed_meta, field_specs, warn_repeated
-from transfer_queue.client.effects import Call, HoldSession, Operation
+from transfer_queue.client.effects import Call, HoldSession, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
@@ -21,7 +21,7 @@ from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on
 from transfer_queue.codec import lists
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import exchanged, items_of, plan_batch
+from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
@@ -189,9 +189,18 @@ def _is_one_value(column: Any) -> bool:
     return isinstance(column, NonTensorData) and not column.batch_size
 
 
-def planned(session: Session, batch: Batch, parser: Parser | None) -> BlockPlan:
+def batch_plan(session: Session, batch: Batch, rows: int) -> Operation[BlockPlan]:
+    """As `plan_batch`; many Python values do not hold up an event loop."""
+    nbytes = python_nbytes(batch, rows)
+    if not nbytes:
+        return plan_batch(batch, rows, session.allow_pickle)
+    plan: BlockPlan = yield Offload(lambda: plan_batch(batch, rows, session.allow_pickle), nbytes)
+    return plan
+
+
+def planned(session: Session, batch: Batch, parser: Parser | None) -> Operation[BlockPlan]:
     """The plan of a batch, after `parser` where there is one. Raises before anything is sent."""
-    plan = plan_batch(parsed(batch, parser), num_rows(batch), session.allow_pickle)
+    plan = yield from batch_plan(session, parsed(batch, parser), num_rows(batch))
     if not plan.columns:
         raise InvalidInput("a batch needs at least one field")
     return plan
@@ -221,7 +230,7 @@ def put(
     if metadata is None:
         if not partition_id:
             raise InvalidInput("put needs metadata or a partition_id")
-        plan = planned(session, data, data_parser)
+        plan = yield from planned(session, data, data_parser)
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
         reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
         return committed_meta(session.service_id, reply, partition_id, plan.schema(), None)
@@ -231,11 +240,11 @@ def put(
     count = num_rows(data)
     if len(metadata) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
-    whole = parsed(data, data_parser)
-    parts = [
-        _PartPut.of(session, part, whole if len(part) == count else _rows_at(whole, positions, count))
-        for positions, part in _by_partition(metadata)
-    ]  # all are checked before any is written
+    whole, parts = parsed(data, data_parser), list[_PartPut]()
+    for positions, part in _by_partition(metadata):  # all are checked before any is written
+        of_part = whole if len(part) == count else _rows_at(whole, positions, count)
+        plan = yield from planned(session, of_part, None)
+        parts.append(_PartPut.of(plan, part))
     for one in parts:
         yield from one.carry_out(session, strict_schema, dedupe)
     schema = field_specs(parts[-1].plan.schema())
@@ -254,15 +263,15 @@ class _PartPut(NamedTuple):
     replaced: list[int]
 
     @staticmethod
-    def of(session: Session, meta: BatchMeta, data: Batch) -> _PartPut:
-        """It can be stored, by what this process knows. Raises before anything is sent."""
+    def of(plan: BlockPlan, meta: BatchMeta) -> _PartPut:
+        """Raises where the tags cannot be stored."""
         edits = meta._tag_edits()
         tags = None
         if edits:
             unchanged: tuple[bool, dict[str, Any]] = (False, {})
             tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
         replaced = [position for position, (replace, _) in edits.items() if replace]
-        return _PartPut(planned(session, data, None), meta, tags, replaced)
+        return _PartPut(plan, meta, tags, replaced)
 
     def carry_out(self, session: Session, strict: bool | None, dedupe: bool | None) -> Operation[None]:
         meta = self.meta

@@ -16,7 +16,7 @@ from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.rows import BlockBytes, row_numbers
 from transfer_queue.codec.spread_rows import BlockShare, LoneShare, SpreadRows
 from transfer_queue.errors import ProtocolError
-from transfer_queue.schema import OBJECTS
+from transfer_queue.schema import MIXED, OBJECTS
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
@@ -24,6 +24,7 @@ from transfer_queue.wire.arrays import Numbers, numbers_of
 # Smaller reads are copied: they must not hold a whole block, and tidying up after a view costs the size of its block.
 VIEW_NBYTES, VIEW_SHARE, LARGE_VIEW_NBYTES = 64 << 10, 8, 32 << 20
 MANY = 16  # short runs, from which on one pass over all of them costs less than a look at each
+VALUE_NBYTES = 1024  # copied in the time that decoding one Python value takes
 SHORT = 4  # rows, on average: longer runs are copied faster as runs
 
 
@@ -136,6 +137,18 @@ class LocatedRows:
     def is_sliced(self, piece: int) -> bool:
         """Whether of this piece only such parts of rows came as were asked for."""
         return piece in self._elsewhere and self._elsewhere[piece].is_sliced
+
+    def values_nbytes(self) -> int:
+        """How long it takes to decode the Python values of the rows, roughly, as the bytes copied meanwhile."""
+        reply, nbytes = self.reply, 0
+        names = [field.name for field in reply.schema if field.kind in (OBJECTS, MIXED)]
+        for piece in reply.pieces[:MANY] if names else ():
+            if 0 <= piece.layout < len(reply.layouts):
+                layout = decode_layout(reply.layouts[piece.layout])
+                columns = (layout.column(name) for name in names)
+                messages = sum(column.parts[0][1] for column in columns if column and column.kind == OBJECTS)
+                nbytes += messages * min(reply.count, layout.rows) // max(1, layout.rows)
+        return nbytes + len(names) * reply.count * VALUE_NBYTES
 
     def alike(self) -> dict[tuple[CellKind, ...], list[int]]:
         """The positions of the rows whose fields are of the same kinds, for each of these."""

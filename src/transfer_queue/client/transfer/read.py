@@ -74,7 +74,8 @@ def read(
     plain = dense and pad is None
     spilled = [piece for one in replies for piece in session.spilled.unknown(one.reply.pieces)]
     work = functools.partial(_assembled, session, replies, out, name_row, plain, spilled, slices, decoding)
-    found: TensorDict = yield Offload(work, nbytes if gathers or spilled else 0)
+    decoded = sum(one.values_nbytes() for one in replies)
+    found: TensorDict = yield Offload(work, decoded + (nbytes if gathers or spilled else 0))
     if where is not None:
         found = yield Offload(lambda: on_device(found, where, session.mover), nbytes if where.type != "cpu" else 0)
     for one in replies:
