@@ -50,7 +50,8 @@ class Connection:
         self.address = address
         sock = dial(address, timeout_s, f"server at {address}")
         try:
-            self._frames = FrameSocket(sock, m.encode_request, decode_reply, f"the server at {address}", spin_s=spin_s)
+            self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
+            self._frames.check_long = m.SMALL_HEADER_NBYTES, m.check_length
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
             self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:
@@ -82,11 +83,7 @@ class Connection:
 
     def answer(self, request: m.Request, timeout_s: float, into: memoryview | None = None) -> tuple[Any, memoryview]:
         """Wait for the answer to what was posted. Raises as `call`."""
-        place, what, end = (
-            _anywhere if into is None else within(into),
-            type(request).__name__,
-            time.monotonic() + timeout_s,
-        )
+        place, what, end = within(into), type(request).__name__, time.monotonic() + timeout_s
         reply, data = self._frames.receive(timeout_s, place, what)
         while isinstance(reply, m.Waiting):
             log.warning("%s", reply.text)
@@ -110,7 +107,3 @@ class Connection:
 
     def close(self) -> None:
         self._frames.close()
-
-
-def _anywhere(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))

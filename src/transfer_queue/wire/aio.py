@@ -148,7 +148,9 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self.error is not None:
             raise kept(self.error)
         try:
-            header = m.encode_request(request)
+            header = m.encode(request)
+            if len(header) > m.SMALL_HEADER_NBYTES:
+                m.check_length(request, header)
         except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()

@@ -55,6 +55,7 @@ class FrameSocket(Generic[M]):
         self.reader = FrameReader(decode, self._destination, max_header_nbytes)
         self.fds: list[int] = []
         self.max_nbytes: Callable[[M], int] | None = None  # of the payload that may come with a message, by what it is
+        self.check_long: tuple[float, Callable[[M, bytes], None]] = (math.inf, lambda message, header: None)
         self._encode = encode
         self._into: Into | None = None
         self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
@@ -71,6 +72,8 @@ class FrameSocket(Generic[M]):
         nbytes = 0 if payload is None else len(payload)
         try:
             header = self._encode(message)
+            if len(header) > self.check_long[0]:
+                self.check_long[1](message, header)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
@@ -236,10 +239,12 @@ def at_most(limit: int) -> Into:
     return into
 
 
-def within(memory: memoryview) -> Into:
-    """For payloads that fit into the front of `memory`."""
+def within(memory: memoryview | None) -> Into:
+    """For payloads that fit into the front of `memory`; None: that have memory of their own."""
 
     def into(nbytes: int) -> memoryview:
+        if memory is None:
+            return memoryview(bytearray(nbytes))
         if nbytes > len(memory):
             raise ProtocolError(f"{nbytes} bytes where {len(memory)} were asked for")
         return memory[:nbytes]

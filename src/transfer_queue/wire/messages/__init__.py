@@ -263,15 +263,13 @@ LARGE = frozenset(
 )  # fmt: skip
 
 
-def encode_request(message: Message) -> bytes:
-    """Raises `InvalidInput` for one that is longer than a server reads: it would close the connection."""
-    header = encode(message)
-    if len(header) > SMALL_HEADER_NBYTES:
-        name, limit = type(message).__name__, header_limit(memoryview(header))
-        if len(header) > limit:
-            remedy = "name less in one call, and put what is long into fields of rows"
-            raise InvalidInput(f"{name}: {len(header)} bytes of arguments, at most {limit}: {remedy}")
-    return header
+def check_length(message: Message, header: bytes) -> None:
+    """`InvalidInput` for a header of `SMALL_HEADER_NBYTES` and more that is longer than a server reads: it would close
+    the connection."""
+    name, limit = type(message).__name__, header_limit(memoryview(header))
+    if len(header) > limit:
+        remedy = "name less in one call, and put what is long into fields of rows"
+        raise InvalidInput(f"{name}: {len(header)} bytes of arguments, at most {limit}: {remedy}")
 
 
 def header_limit(head: memoryview) -> int:
