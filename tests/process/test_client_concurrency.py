@@ -513,6 +513,13 @@ def test_a_tag_that_a_process_cannot_make_fails_the_call_that_asked_for_it_and_n
     assert tq.kv_list("mine") == {"mine": {}}
 
 
+def test_programs_that_are_started_get_no_descriptor_of_an_arena(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.zeros(1 << 18)})
+    arenas = list(client.session.arenas._arenas.values())
+    assert arenas
+    assert not any(os.get_inheritable(arena.fd) for arena in arenas)
+
+
 def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueClient) -> None:
     async def asked() -> None:
         await asyncio.wait_for(client.async_get_meta(["x"], 1, "p", task_name="t", timeout_s=30), 0.3)
