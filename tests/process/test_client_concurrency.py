@@ -549,6 +549,7 @@ def test_a_tag_that_a_process_cannot_make_fails_the_call_that_asked_for_it_and_n
                 self.number = number
         tq.register_type(Money, name="money", to_plain=lambda one: one.number, from_plain=Money)
         tq.kv_put("k", "other", tag={"price": Money(3)})
+        tq.get_client().set_partition("other", metadata={"price": Money(4)})
         """
     ).finish()
 
@@ -564,6 +565,16 @@ def test_a_tag_that_a_process_cannot_make_fails_the_call_that_asked_for_it_and_n
     with pytest.raises(UnsupportedValue, match="register_type"):
         tq.kv_list("other")
     assert tq.kv_list("mine") == {"mine": {}}
+    (other,) = [one for one in client.overview().partitions if one.name == "other"]
+    assert other.metadata == {"price": ("money", 4, None)}
+    assert client.inspect_row("other", "k").tags == {"price": ("money", 3, None)}
+
+
+def test_programs_that_are_started_get_no_descriptor_of_an_arena(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.zeros(1 << 18)})
+    arenas = list(client.session.arenas._arenas.values())
+    assert arenas
+    assert not any(os.get_inheritable(arena.fd) for arena in arenas)
 
 
 def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueClient) -> None:

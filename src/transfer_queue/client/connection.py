@@ -21,15 +21,22 @@ _lifting = Lifting()
 _decode = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
 _items_of = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _number_of = msgspec.msgpack.Decoder(int).decode
+FOR_PEOPLE = (m.ServiceOverview.__name__, m.RowInspected.__name__)
 
 
 def decode_reply(header: memoryview) -> m.Message:
     """A message of the server. One with a value that this process cannot make, such as a tag whose type is registered
-    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it."""
+    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it. What people
+    look at has a description there (`codec.described`)."""
     try:
         return _decode(header)
     except (UnsupportedValue, ProtocolError) as error:
-        return m.Failed(_number_of(_items_of(header)[1]), error.code, str(error))
+        kind, number = _items_of(header)[:2]
+        if type(error) is UnsupportedValue and msgspec.msgpack.decode(kind) in FOR_PEOPLE:
+            from transfer_queue.codec.described import DescribingLifting  # it brings torch, which looks do not need
+
+            return msgspec.msgpack.decode(header, type=m.ServerMessage, ext_hook=DescribingLifting()._lift)
+        return m.Failed(_number_of(number), error.code, str(error))
 
 
 class Connection:

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeAlias
@@ -17,12 +16,12 @@ import numpy as np
 
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire.address import TIMEVAL, Address, timeval
+from transfer_queue.wire.arena_fds import FD_SPACE, fds_in
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame, unsendable
 
 JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
 MIN_WAIT_S = 0.001
-FD_SPACE = socket.CMSG_SPACE(4)
 NO_LIMIT = bytes(TIMEVAL.size)
 MESSAGE_S, SLOWEST = 60.0, 20e6  # a message that has begun takes so long at most, and by its payload at this rate
 Into: TypeAlias = Callable[[int], memoryview]
@@ -188,9 +187,7 @@ class FrameSocket(Generic[M]):
 
     def _recv_with_fds(self, buffer: memoryview) -> int:
         nbytes, extras, _, _ = self.socket.recvmsg_into([buffer], FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in extras:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self.fds += array("i", data[: len(data) // 4 * 4])
+        self.fds += fds_in(extras)
         return nbytes
 
     @property

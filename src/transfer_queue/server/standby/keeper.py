@@ -24,6 +24,7 @@ from transfer_queue.server.standby.journal import Journal, JournalUseless, Succe
 from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.shm import Arena
+from transfer_queue.wire.arena_fds import received
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -224,7 +225,7 @@ def _wait_for_the_end(line: socket.socket) -> list[int] | None:
     """The arenas that came, once the server is gone; None when this standby is not needed any more."""
     arenas: list[int] = []
     while True:
-        data, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        data, descriptors = received(line, 1)
         arenas += descriptors
         if data == LEAVE:
             return None
