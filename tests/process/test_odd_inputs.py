@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.effects import Call
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, UnsupportedValue
+from transfer_queue.errors import BatchMismatch, DeadlineExceeded, InvalidInput, UnsupportedValue
 from transfer_queue.wire import messages as m
 
 
@@ -391,6 +391,60 @@ def test_broadcast_string_is_one_value_per_row(part: str) -> None:
 def test_a_batch_of_two_dimensions_is_rows_of_the_first(part: str) -> None:
     tq.kv_batch_put(["a", "b"], part, TensorDict({"x": torch.arange(6).view(2, 3)}, batch_size=[2, 3]))
     assert [row.tolist() for row in tq.kv_batch_get(["a", "b"], part)["x"].unbind()] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)], ids=["numpy", "torch"])
+def test_integers_of_other_libraries_are_integers(shared: tq.TransferQueueClient, part: str, number: Any) -> None:
+    shared.put({"x": torch.zeros(4)}, partition_id=part)
+    assert len(shared.take(part, ["x"], number, "taken")[0]) == 2
+    assert len(shared.get_meta(["x"], number, part, task_name="fetched")) == 2
+    assert len(shared.get_meta(["x"], number, part, mode="insert")) == 2
+    shared.set_partition(part, size=number)
+    partition = shared.get_partition(part)
+    assert partition is not None
+    assert partition["size"] == 2
+    before = shared.set_weight_version(number, "numbers")
+    assert shared.set_weight_version(2, "numbers") == before
+
+
+def test_what_is_no_integer_is_refused_by_its_type(shared: tq.TransferQueueClient, part: str) -> None:
+    with pytest.raises(InvalidInput, match="an argument of type object"):
+        shared.take(part, ["x"], object(), "t")  # type: ignore[call-overload,arg-type]
+    with pytest.raises(InvalidInput, match="an argument of type float32"):
+        shared.set_partition(part, size=np.float32(2))  # type: ignore[arg-type]
+
+
+def test_allocate_takes_dtypes_by_name(shared: tq.TransferQueueClient) -> None:
+    room = shared.allocate({"a": ((2, 3), "float32"), "b": ((2,), "torch.bfloat16")})
+    assert [room[name].dtype for name in ("a", "b")] == [torch.float32, torch.bfloat16]
+    for wrong in ("flot", np.float32, None):
+        with pytest.raises(InvalidInput, match="expected a dtype of torch"):
+            shared.allocate({"a": ((2, 3), wrong)})  # type: ignore[dict-item]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_data_parser_may_see_strided_nested_columns(part: str) -> None:
+    images = torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(4, 5)])
+    tq.kv_batch_put(["a", "b"], part, TensorDict({"x": images}, [2]), data_parser=lambda columns: columns)
+    assert [row.shape for row in tq.kv_batch_get(["a", "b"], part)["x"].unbind()] == [(2, 3), (4, 5)]
+    with pytest.raises(BatchMismatch):
+        tq.kv_batch_put(["a", "b"], part, TensorDict({"x": images}, [2]), data_parser=lambda columns: {"x": 3})
+
+
+def test_arrays_with_negative_strides_are_stored_once_as_they_are(part: str) -> None:
+    rows = np.arange(2 * 300 * 300.0).reshape(2, 300, 300)[:, ::-1]
+    tq.kv_batch_put(["a", "b"], part, {"x": rows}, dedupe=True)
+    tq.kv_put("c", part, {"x": rows[0]}, dedupe=True)
+    found = tq.kv_batch_get(["a", "b", "c"], part, dense=True)["x"].numpy()
+    assert np.array_equal(found, np.concatenate([rows, rows[:1]]))
+
+
+def test_a_lazy_stack_of_rows_of_different_shapes_is_refused_with_what_works(part: str) -> None:
+    lazy = TensorDict.lazy_stack([TensorDict({"x": torch.ones(n)}, []) for n in (2, 3)])
+    with pytest.raises(UnsupportedValue, match=r"field 'x': .* put a mapping of columns, and batch.get\('x', as_list="):
+        tq.kv_batch_put(["a", "b"], part, lazy)
+    tq.kv_batch_put(["a", "b"], part, {"x": lazy.get("x", as_list=True)})
+    assert [len(row) for row in tq.kv_batch_get(["a", "b"], part)["x"].unbind()] == [2, 3]
 
 
 class Signal:

@@ -254,7 +254,8 @@ class Operations:
     def allocate(self, specs: Specs, timeout_s: float | None = None) -> Operation[Allocation]:
         """Uninitialised tensors in the store, to be filled and published without a copy.
 
-        `specs` maps field names to (shape with the rows first, dtype). Waits for room, then raises `StoreFull`.
+        `specs` maps field names to (shape with the rows first, dtype, or its name as "float32"). Waits for room, then
+        raises `StoreFull`.
         """
         return allocate(self.session, specs, timeout_s)
 

@@ -78,7 +78,8 @@ def _as_tensor(row: Any, column: Column) -> torch.Tensor:
     """A row of a tensor column: a tensor, an array, or a list of numbers."""
     if isinstance(row, torch.Tensor):
         return row.detach()
-    return torch.from_numpy(row if isinstance(row, np.ndarray) and row.flags.writeable else np.array(row, column.dtype))
+    lies = isinstance(row, np.ndarray) and row.flags.writeable and min(row.strides, default=0) >= 0
+    return torch.from_numpy(row if lies else np.array(row, column.dtype))
 
 
 def _objects(values: list[Any], allow_pickle: bool) -> list[Cell]:

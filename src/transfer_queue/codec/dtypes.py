@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from transfer_queue.errors import ProtocolError, UnsupportedValue
+from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
 
 _BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
@@ -20,6 +20,14 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _BY_DTYPE[dtype]
     except KeyError:
         raise UnsupportedValue(f"{dtype} cannot be stored: it describes quantized tensors") from None
+
+
+def dtype_called(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype given as itself or by name: "float32", "torch.float32". Raises `InvalidInput`."""
+    found = _BY_NAME.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise InvalidInput(f'expected a dtype of torch, or its name as "float32"; got {dtype!r}')
+    return found
 
 
 def torch_dtype(name: str) -> torch.dtype:

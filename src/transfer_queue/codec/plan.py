@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, check_jagged, check_tensor, nbytes_of
 from transfer_queue.codec.columns import rows_of
-from transfer_queue.codec.dtypes import dtype_name
+from transfer_queue.codec.dtypes import dtype_called, dtype_name
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import Builder, Column, offsets_of
 from transfer_queue.codec.nested import trimmed
@@ -53,6 +53,8 @@ def python_nbytes(batch: TensorDictBase | Mapping[str, Any], rows: int) -> int:
     """How long it takes to plan the Python values of a batch, roughly, as the bytes copied meanwhile."""
     if rows < FEW_ROWS:
         return 0
+    if isinstance(batch, LazyStackedTensorDict):  # each look at a column stacks it
+        return rows * VALUE_NBYTES
     found = 0
     for _, column in items_of(batch):
         if isinstance(column, NonTensorStack) or (isinstance(column, np.ndarray) and column.dtype == object):
@@ -93,9 +95,20 @@ def _add_columns(plan: BlockPlan, items: Iterable[tuple[Any, Any]], numbers: boo
 
 
 def items_of(batch: TensorDictBase | Mapping[str, Any]) -> Any:
+    """The columns by name. Raises `UnsupportedValue` for those that a lazy stack cannot stack."""
     if isinstance(batch, TensorDictBase):
-        return [(name, batch.get(name)) for name in batch.keys()]  # noqa: SIM118  a TensorDict iterates over rows
+        return [(name, _stacked(batch, name)) for name in batch.keys()]  # noqa: SIM118  it iterates over rows
     return batch.items()
+
+
+def _stacked(batch: TensorDictBase, name: str) -> Any:
+    try:
+        return batch.get(name)
+    except RuntimeError as error:
+        if not isinstance(batch, LazyStackedTensorDict):
+            raise
+        how = f"put a mapping of columns, and batch.get({name!r}, as_list=True) as this one"
+        raise UnsupportedValue(f"field {name!r}: a lazy stack of rows of different shapes: {how}") from error
 
 
 def plan_row(fields: Mapping[str, Any], allow_pickle: bool = False) -> BlockPlan:
@@ -135,7 +148,7 @@ def plan_objects(name: str, values: list[Any], allow_pickle: bool = False) -> Bl
     return plan
 
 
-def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> BlockPlan:
+def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype | str]]) -> BlockPlan:
     """Dense columns of given (shape with rows first, dtype), to be filled in place."""
     sizes: list[Any] = [size for shape, _ in specs.values() for size in shape]
     if any(isinstance(size, bool) or not isinstance(size, Integral) for size in sizes):
@@ -146,7 +159,8 @@ def plan_empty(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Bloc
     if len(rows) != 1:
         raise InvalidInput(f"the fields have different numbers of rows: {sorted(rows)}")
     plan = BlockPlan(rows.pop())
-    for name, (shape, dtype) in specs.items():
+    for name, (shape, asked) in specs.items():
+        dtype = dtype_called(asked)
         nbytes = math.prod(shape) * dtype.itemsize
         column = Column(
             name, DENSE, dtype_name(dtype), dtype.itemsize, tuple(shape[1:]), -1, [plan.add(None, nbytes)], []

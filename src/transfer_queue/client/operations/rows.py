@@ -212,10 +212,20 @@ def parsed(batch: Batch, parser: Parser | None) -> Batch:
         count = num_rows(batch)
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
-        if parsed.keys() != columns.keys() or any(len(column) != count for column in parsed.values()):
+        if parsed.keys() != columns.keys() or any(_length(column) != count for column in parsed.values()):
             raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
     return batch
+
+
+def _length(column: Any) -> int | None:
+    """The rows of a column, None for what has none. A strided nested tensor has no len."""
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        return column.size(0)
+    try:
+        return len(column)
+    except TypeError:
+        return None
 
 
 def put(

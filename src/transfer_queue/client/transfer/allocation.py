@@ -24,7 +24,7 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.shm import SMALL_NBYTES
 from transfer_queue.wire import messages as m
 
-Specs = Mapping[str, tuple[Sequence[int], torch.dtype]]
+Specs = Mapping[str, tuple[Sequence[int], torch.dtype | str]]
 
 
 def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operation[Allocation]:

@@ -28,6 +28,7 @@ lease of a request (b"": not known); a server of another life refuses it.
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -239,7 +240,16 @@ ServerMessage: TypeAlias = (
     | ServiceOverview | CellMap | RowInspected
 )  # fmt: skip
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _plain_int(value: object) -> int:
+    """Integers of other libraries, such as NumPy's, travel as Python's."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidInput(f"an argument of type {type(value).__qualname__}: {value!r:.200}") from None
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain_int).encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
