@@ -407,6 +407,25 @@ def test_a_frozen_service_is_told_and_goes_on(tmp_path: Path) -> None:
         assert viewer.next("look")["trouble"] == ""
 
 
+def test_a_page_ends_while_a_frozen_service_is_asked_for_a_row(tmp_path: Path) -> None:
+    run_dir = str(tmp_path / "run")
+    with served(run_dir) as (server, _), page_of(f"unix:{run_dir}/tq.sock") as page, page.look() as viewer:
+        viewer.next("look")
+        freeze(server.pid)
+        try:
+            visitor = page.connect()
+            visitor.request("GET", f"/row?partition={ident('p')}&key=a")
+            assert viewer.next("silent") >= 1.5
+            told_at = time.monotonic()
+            page.process.send_signal(signal.SIGTERM)
+            assert visitor.getresponse().status in (503, 504)
+            visitor.close()
+            assert page.process.wait() == 0
+            assert time.monotonic() - told_at < 20  # 6 s; a read gives up after 30 s
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+
 def test_fifty_viewers_cost_the_service_as_one(page: RunningPage, client: tq.TransferQueueClient) -> None:
     tq.kv_put("a", "p", {"x": torch.ones(1)})
     with contextlib.ExitStack() as viewers:
@@ -423,7 +442,7 @@ def test_fifty_viewers_cost_the_service_as_one(page: RunningPage, client: tq.Tra
 
 
 def test_it_detaches_when_nobody_looks_any_more(page: RunningPage, client: tq.TransferQueueClient) -> None:
-    assert client.stats()["clients"] == 1
+    until(lambda: client.stats()["clients"] == 1, "the end of the look whether a service is there")
     with page.look() as viewer:
         viewer.next("look")
         assert client.stats()["clients"] == 2

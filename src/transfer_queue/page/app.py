@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,8 +44,8 @@ class Page:
 
     def __init__(self, attach: Callable[[], TransferQueueClient]) -> None:
         self.watch = ServiceWatch(attach, self.told)
-        self._rows = ThreadPoolExecutor(ROW_THREADS, thread_name_prefix="tq-page-row")
-        self._num_rows = 0
+        self._turns = threading.BoundedSemaphore(ROW_THREADS)
+        self._reading: set[asyncio.Future[Response]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looked = asyncio.Event()
         self._closed = False
@@ -69,7 +70,8 @@ class Page:
         self._closed = True
         self._wake()
         self.watch.close()
-        self._rows.shutdown(wait=False, cancel_futures=True)
+        for reading in self._reading:
+            _answer(reading, _refusal(503, "the page has ended"))
 
     def _wake(self) -> None:
         """Everybody who waits for a look, and only they."""
@@ -119,21 +121,34 @@ class Page:
 
     async def _of_row(self, request: Request, made: Callable[[TransferQueueClient, str], Response]) -> Response:
         """`made` in a thread. A service that does not answer keeps a few of them, not the page."""
-        if self._num_rows >= MAX_ROWS:
+        if len(self._reading) >= MAX_ROWS:
             return _refusal(503, "others are looking at rows: try again")
-        partition_id = _hash(request, "partition")
-        self._num_rows += 1
-        reading = asyncio.get_running_loop().run_in_executor(self._rows, self._read, partition_id, made)
-        reading.add_done_callback(self._read_one)
+        loop = asyncio.get_running_loop()
+        reading: asyncio.Future[Response] = loop.create_future()
+        self._reading.add(reading)
+        arguments = loop, reading, _hash(request, "partition"), made
+        # A daemon: Python waits for the threads of an executor, and so for a service that does not answer.
+        threading.Thread(target=self._read_for, args=arguments, name="tq-page-row", daemon=True).start()
         try:
             return await asyncio.wait_for(asyncio.shield(reading), ROW_S)
         except asyncio.TimeoutError:
             return _refusal(504, "the service does not answer")
 
-    def _read_one(self, reading: asyncio.Future[Response]) -> None:
-        self._num_rows -= 1
-        if not reading.cancelled():
-            reading.exception()  # nobody may have waited for it
+    def _read_for(
+        self, loop: asyncio.AbstractEventLoop, reading: asyncio.Future[Response], partition_id: str,
+        made: Callable[[TransferQueueClient, str], Response],
+    ) -> None:  # fmt: skip
+        answer = _refusal(500, "the row could not be read")
+        try:
+            with self._turns:
+                answer = self._read(partition_id, made)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the page has ended, and its loop is closed
+                loop.call_soon_threadsafe(self._read_one, reading, answer)
+
+    def _read_one(self, reading: asyncio.Future[Response], answer: Response) -> None:
+        self._reading.discard(reading)
+        _answer(reading, answer)
 
     def _read(self, partition_id: str, made: Callable[[TransferQueueClient, str], Response]) -> Response:
         try:
@@ -148,6 +163,11 @@ class Page:
             return _refusal(504, str(error))
         except TransferQueueError as error:
             return _refusal(503, str(error))
+
+
+def _answer(reading: asyncio.Future[Response], answer: Response) -> None:
+    if not reading.done():
+        reading.set_result(answer)
 
 
 def _file(name: str) -> Callable[[Request], Any]:
