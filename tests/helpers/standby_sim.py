@@ -111,7 +111,7 @@ def picture(service: Service) -> dict[str, Any]:
         **picture_of_unit(service),
         "state": exported(controller.state),
         "leases": {
-            number: (one.partition, one.task, one.rows.tolist(), one.deadline, sorted(one.holders), one.grants)
+            number: (one.partition, one.task, one.rows.tolist(), one.deadline, sorted(one.holders.items()))
             for number, one in leases._leases.items()
         },
         "delays": [(one.due, one.task, one.rows.tolist()) for one in fetching.redelivery._delays],

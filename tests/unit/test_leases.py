@@ -176,6 +176,26 @@ def test_ranks_that_share_a_batch_share_its_lease() -> None:
     assert box.lend(2, **terms) == (0, lent), "a replay of consumed rows lends nothing"
 
 
+def test_who_never_got_the_answer_holds_no_shared_lease() -> None:
+    box, rows = filled(2, GRPOGroupNSampler(2))
+    terms = {"dp_rank": 0, "batch_index": 0}
+    lease, _ = box.lend(2, 1000.0, session=b"one", **terms)
+    box.lend(2, 1000.0, session=b"two", received=False, **terms)
+    box.controller.take_back(b"two", 1)
+    assert box.renew(lease, session=b"one") == 2
+    box.end_session(b"one")
+    assert box.fetch(2) == rows
+
+
+def test_of_two_answers_on_one_lease_the_one_that_was_received_keeps_it() -> None:
+    box, rows = filled(2, GRPOGroupNSampler(2))
+    terms = {"dp_rank": 0, "batch_index": 0}
+    lease, _ = box.lend(2, **terms)
+    box.lend(2, received=False, **terms)
+    box.controller.take_back(b"session", 1)
+    assert box.ack(lease, rows) == 0
+
+
 def test_a_sampler_forgets_what_came_back_for_that_task_only() -> None:
     box, rows = filled(4, GRPOGroupNSampler(2))
     terms = {"dp_rank": 0, "batch_index": 0}

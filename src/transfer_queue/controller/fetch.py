@@ -380,7 +380,7 @@ class Fetching:
             holder = message.holder or request.session
             reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
             if reply.lease:
-                self.unreceived.add(request.session, message.rid, LeaseGrant(reply.lease))
+                self.unreceived.add(request.session, message.rid, LeaseGrant(reply.lease, holder))
         else:
             task.consume(fresh)
             task.forgive(fresh)

@@ -22,6 +22,7 @@ from transfer_queue.controller.deadlines import NO_TIME, Deadlines
 from transfer_queue.controller.readiness import NO_LEASES, Slots, Task
 from transfer_queue.controller.recent import Happened, RecentEvents
 from transfer_queue.controller.table import Table
+from transfer_queue.controller.unreceived import LeaseGrant
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
@@ -48,7 +49,7 @@ UNTRIED = "given back"
 class Lease:
     """`rows` are global indexes, unique for the life of the service, so a cleared row is never mistaken."""
 
-    __slots__ = ("deadline", "given_back", "grants", "holders", "number", "partition", "rows", "task")
+    __slots__ = ("deadline", "given_back", "holders", "number", "partition", "rows", "task")
 
     def __init__(self, number: int, partition: str, task: str, rows: Slots, deadline: float) -> None:
         self.number = number
@@ -56,8 +57,7 @@ class Lease:
         self.task = task
         self.rows = rows
         self.deadline = deadline
-        self.holders: set[bytes] = set()
-        self.grants = 0  # replies that carried it
+        self.holders: dict[bytes, int] = {}  # with the number of replies that made each one a holder
         self.given_back: set[int] = set()
 
 
@@ -108,8 +108,7 @@ class Leases:
             self._deadlines.add(lease.number)
             task.lend(fresh, lease.number)
         lease.deadline = max(lease.deadline, self.now + lease_s)
-        lease.grants += 1
-        lease.holders.add(holder)
+        lease.holders[holder] = lease.holders.get(holder, 0) + 1
         self._held.setdefault(holder, set()).add(lease.number)
         return lease.number
 
@@ -190,13 +189,19 @@ class Leases:
         """Rows of a task that are lent to one session."""
         return sum(task.lent.get(number, 0) for number in self._held.get(holder, ()))
 
-    def undo(self, number: int) -> None:
-        """A reply that carried this lease reached nobody."""
-        lease = self._leases.get(number)
-        if lease is not None:
-            lease.grants -= 1
-            if not lease.grants:
-                self._end(lease)
+    def undo(self, grant: LeaseGrant) -> None:
+        """A reply that made somebody a holder of a lease reached nobody."""
+        lease = self._leases.get(grant.number)
+        if lease is None or grant.holder not in lease.holders:
+            return
+        lease.holders[grant.holder] -= 1
+        if lease.holders[grant.holder]:
+            return
+        if len(lease.holders) == 1:
+            self._end(lease)
+        else:
+            del lease.holders[grant.holder]
+            self._let_go(lease.number, grant.holder)
 
     def revoke(self, task: Task) -> None:
         """The task's consumption is about to be reset: its leases are over. The rows are the caller's to offer."""
@@ -212,7 +217,7 @@ class Leases:
         """What only this session holds is offered again."""
         for number in sorted(self._held.pop(session, ())):
             lease = self._leases[number]
-            lease.holders.discard(session)
+            del lease.holders[session]
             if not lease.holders:
                 self._end(lease, FailedAttempt(HOLDER_ENDED))
 
@@ -240,11 +245,15 @@ class Leases:
             if len(self._ended_ones) > REMEMBERED:
                 del self._ended_ones[next(iter(self._ended_ones))]
         for holder in lease.holders:
-            held = self._held.get(holder)
-            if held is not None:
-                held.discard(lease.number)
-                if not held:
-                    del self._held[holder]
+            self._let_go(lease.number, holder)
+
+    def _let_go(self, number: int, holder: bytes) -> None:
+        """A session holds this lease no more."""
+        held = self._held.get(holder)
+        if held is not None:
+            held.discard(number)
+            if not held:
+                del self._held[holder]
 
     def check_invariants(self) -> None:
         """Tables, leases and holders agree; tests call this after each event."""
@@ -252,6 +261,7 @@ class Leases:
         assert lent - NO_LEASES <= self._leases.keys(), "lent rows have a live lease"
         for number, lease in self._leases.items():
             assert lease.number == number
+            assert lease.holders
             assert all(number in self._held[holder] for holder in lease.holders)
         assert {n for held in self._held.values() for n in held} <= self._leases.keys()
         assert all(self._held.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -60,8 +60,11 @@ class InsertGrant:
         return slots[(table.cells[places][:, slots] == 0).all(axis=0)]
 
 
-class LeaseGrant(int):
-    """The number of a lease."""
+class LeaseGrant(NamedTuple):
+    """A lease, of which `holder` became one that holds it."""
+
+    number: int
+    holder: bytes
 
 
 class LockGrant(int):
