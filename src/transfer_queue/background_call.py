@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +56,10 @@ class BackgroundCall(Generic[T]):
             else:
                 return not self._thread.is_alive()
 
+    def outlast(self, timeout_s: float) -> None:
+        """A program that ends before it waits for it, until that time from now."""
+        _outlasting[self] = time.monotonic() + timeout_s
+
     def leave(self, undo: Callable[[T], None]) -> None:
         """Nobody waits any more: `undo` is called with what it returns, or returned a moment ago."""
         with self._lock:
@@ -74,3 +80,12 @@ class BackgroundCall(Generic[T]):
             raise error
         finally:
             del error
+
+
+_outlasting: weakref.WeakKeyDictionary[BackgroundCall[Any], float] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end() -> None:
+    for call, until in list(_outlasting.items()):
+        call.ended(max(0.0, until - time.monotonic()))

@@ -79,6 +79,10 @@ def test_a_logger_has_its_level_and_one_handler(child: Callable[[str], Any]) -> 
     assert get_logger("two").level == logging.WARNING
     os.environ["TQ_LOGGING_LEVEL"] = "ERROR"
     assert get_logger("three", "INFO").level == logging.ERROR
+    os.environ["TQ_LOGGING_LEVEL"] = "debug"
+    assert get_logger("four").level == logging.DEBUG
+    os.environ["TQ_LOGGING_LEVEL"] = ""
+    assert get_logger("five").level == logging.WARNING
     """
     child(code).finish()
 

@@ -369,10 +369,10 @@ def forked(chance: random.Random, saved: dict[int, tuple[bytes, list[int]]]) -> 
     """In place of `snapshots.fork`: the snapshot is written here, and something ends a little later. `saved` has the
     state of each, by its number."""
 
-    def fork(directory: Path, number: int, position: int, kept: Any, unit: KeptUnit) -> Any:
+    def fork(directory: Path, number: int, position: int, kept: Any, unit: KeptUnit, lock: Any) -> Any:
         fails = number > 0 and chance.random() < 0.3
         if not fails:
-            snapshots.write(directory, snapshots.head_of(number, position, kept), kept, unit)
+            snapshots.write(directory, snapshots.head_of(number, position, kept), kept, unit, lock)
             saved[number] = kept.saved()[:2]
         pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"exit {int(fails)}"], {})
         return snapshots.SnapshotProcess(number, pid, os.pidfd_open(pid))

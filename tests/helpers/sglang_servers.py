@@ -2,8 +2,10 @@
 
     python -c "... sglang_servers.run(RANK, WORLD, FOLDER)"
 
-is one worker: `load TEXT` hands it what a post carried for it, `fail` lets its loader raise once, `weights` prints what
-it serves. Posts are read as far as that is safe: nothing of the pickle is run, its bytes are a storage.
+is one worker: `load TEXT` hands it what a post carried for it, `fail` lets its loader raise once, `hold` lets it wait
+for a line, `timeout S` is its patience with the others (from its next load on: `hurry S`), whatever an update has left.
+`weights` prints what it serves, `installed` what it says it does. Posts are read as far as that is safe: nothing of the
+pickle is run, its bytes are a storage.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ import torch
 import torch.distributed as dist
 from conftest import Child
 
-from transfer_queue.integrations.sglang.loader import load
+from transfer_queue.integrations.sglang.loader import _PLACE, load
 from transfer_queue.integrations.sglang.payload import LOADER, from_tensor
+from transfer_queue.integrations.workers import ranks
 
 CODE = "import sys; sys.path[:0] = ['tests', 'tests/helpers']; import sglang_servers; sglang_servers.run({}, {}, {!r})"
 ROWS, COLUMNS = 4, 3
@@ -49,9 +52,14 @@ class Part(torch.nn.Module):
         super().__init__()
         self.start, self.rows = rank * (ROWS // world), ROWS // world
         self.up, self.norm = torch.nn.Linear(COLUMNS, self.rows, bias=False), torch.nn.LayerNorm(COLUMNS, bias=False)
-        self.fails = False
+        self.fails = self.holds = False
+        self.patience_s = ranks.TIMEOUT_S
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self.holds:
+            self.holds = False
+            sys.stdin.readline()
+        ranks.TIMEOUT_S = self.patience_s
         own = dict(self.named_parameters())
         for name, tensor in tensors:
             part = tensor.narrow(0, self.start, self.rows) if name == "up.weight" else tensor
@@ -71,6 +79,8 @@ def run(rank: int, world: int, folder: str) -> None:
     above: Any = ModuleType("sglang.srt")
     above.runtime_context = context
     sys.modules.update({"sglang": ModuleType("sglang"), "sglang.srt": above, "sglang.srt.runtime_context": context})
+    ask = ranks.Ranks.all
+    ranks.Ranks.all = lambda self, well, _timeout_s=0.0: ask(self, well)  # type: ignore[assignment, method-assign]
     model = Part(rank, world)
     model.load_weights(iter(weights(1.0).items()))
     print("ready")
@@ -83,6 +93,16 @@ def run(rank: int, world: int, folder: str) -> None:
             load(model, [])
         elif what == "fail":
             model.fails = True
+        elif what == "hold":
+            model.holds = True
+        elif what == "timeout":
+            ranks.TIMEOUT_S = model.patience_s = float(text)
+        elif what == "hurry":
+            model.patience_s = float(text)
+        elif what == "installed":
+            found = model.__dict__[_PLACE].installed()
+            print(json.dumps([found.version, found.dirty]))
+            continue
         print(json.dumps([model.up.weight.unique().tolist(), model.norm.weight.unique().tolist()]))
     dist.destroy_process_group()
 
@@ -94,11 +114,22 @@ class Workers:
         self.children = [child(CODE.format(rank, world, str(folder))) for rank in range(world)]
         for one in self.children:
             assert one.line() == "ready"
+        self.is_late = self.is_held = False
 
     def say(self, texts: list[str]) -> list[Any]:
+        """`is_late`: the last worker hears it when the others are done. `is_held`: it then hears that it may go on."""
+        *others, last = self.children
         for one, text in zip(self.children, texts, strict=True):
-            one.say(text)
-        return [json.loads(one.line()) for one in self.children]
+            if not (self.is_late and one is last):
+                one.say(text)
+        found = [json.loads(one.line()) for one in others]
+        if self.is_late or self.is_held:
+            last.say(texts[-1] if self.is_late else "go")
+            self.is_late = self.is_held = False
+        return [*found, json.loads(last.line())]
+
+    def installed(self) -> list[tuple[int | None, bool]]:
+        return [(version, dirty) for version, dirty in self.say(["installed"] * len(self.children))]
 
     def values(self) -> set[float]:
         """What the weights of all of them are made of: one value, when they are of one version."""
@@ -115,6 +146,7 @@ class SGLangShaped:
         self.info = {"tp_size": self.num, "dp_size": 1, "pp_size": 1, "custom_weight_loader": [LOADER], **info}
         self.log: list[str] = []
         self.before_finish: set[float] = set()
+        self.is_late = self.is_held = False  # the last worker, when the others have done the next `finish`
         self.refused = ""  # a path that answers 400
         self.label = "default"
         self.is_open = False
@@ -176,6 +208,8 @@ class SGLangShaped:
         if self.workers is not None:
             if method == "finish":
                 self.before_finish = self.workers.values()
+                self.workers.is_late, self.workers.is_held = self.is_late, self.is_held
+                self.is_late = self.is_held = False
             self.workers.say([f"load {text}" for text in texts])
         self.label = self.label if body["weight_version"] is None else body["weight_version"]
         return 200, {"success": True, "message": "Success"}

@@ -99,7 +99,8 @@ class Box:
     def clear(self, rows: Any = None, partition: str = "p") -> Any:
         """Keys, indexes, or the whole partition."""
         keys = rows if rows and isinstance(rows[0], str) else None
-        return self.handle(m.Clear(1, partition, keys, packed(rows) if rows is not None and keys is None else None))
+        data = packed(rows) if rows is not None and keys is None else None
+        return self.handle(m.Clear(1, partition, keys, data, spares=True))
 
     def reset(self, task: str | None = "t", partition: str = "p") -> Any:
         return self.handle(m.ResetConsumption(1, partition, task))

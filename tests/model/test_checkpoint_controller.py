@@ -17,6 +17,7 @@ from transfer_queue.controller.saved_state import SavedController
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import CheckpointCorrupt, CheckpointUnsupported, DataLost, InvalidInput, StoreFull
 from transfer_queue.sampler import GRPOGroupNSampler
+from transfer_queue.wire import messages as m
 
 quiet = settings(max_examples=300, derandomize=True, deadline=None, database=None)
 
@@ -246,3 +247,13 @@ TestCheckpointModel.settings = settings(
     max_examples=60, stateful_step_count=40, derandomize=True, deadline=None, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
+
+
+def test_rows_that_were_there_and_are_cleared_are_known_after_a_load() -> None:
+    box = Box()
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    box.put(4)
+    box.clear([0, 1])
+    fresh = reloaded(box)
+    fresh.fetch(2)
+    assert fresh.lend(2, until_done=True, batch_index=1) == (m.DONE, [])

@@ -310,6 +310,37 @@ def test_refills_wait_for_an_eviction_and_come_back_from_who_dies() -> None:
     assert box.report()["owed"] == 1
 
 
+def test_refills_that_one_session_took_may_be_opened_by_others() -> None:
+    box = GroupBox(GroupPolicy.drop(1))
+    box.made("x"), box.made("y")
+    box.ask(m.FilterGroups, ["x", "y"])
+    assert box.ask(m.TakeRefills, 2, 0.0, session=b"driver").count == 2
+    for name in ("z", "w"):
+        box.made(name, refills=True)
+    box.ask(m.FilterGroups, ["z", "w"])
+    assert box.ask(m.TakeRefills, 1, 0.0, session=b"driver").count == 1
+    assert box.ask(m.TakeRefills, 9, 0.0, session=b"another").count == 1
+
+
+@pytest.mark.parametrize("way", ["used", "returned"])
+def test_a_producer_that_ends_leaves_a_ticket_to_who_has_it_now(way: str) -> None:
+    box = GroupBox(GroupPolicy.in_order(0, 1))
+    taken = box.ask(m.TakeTickets, 1, 0.0, session=b"first")
+    mine = taken.tickets[0].number
+    if way == "used":
+        box.made("x", ticket=mine)
+        box.ask(m.FilterGroups, ["x"])
+    else:
+        box.ask(m.ReturnTickets, [mine], session=b"first")
+    assert box.ask(m.TakeTickets, 1, 0.0, session=b"second").tickets[0].number == mine
+    assert box.ask(m.TakeTickets, 1, 60.0, asker="third", session=b"third") is None
+    box.controller.take_back(b"first", taken.rid)
+    box.end_session(b"first")
+    assert box.told() == {}
+    assert box.report()["tickets_out"] == 1
+    box.open("y", ticket=mine)
+
+
 def test_a_group_whose_rows_were_cleared_is_gone_as_a_whole() -> None:
     box = GroupBox()
     rows = box.made("x", 2)

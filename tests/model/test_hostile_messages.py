@@ -204,6 +204,54 @@ def test_every_sample_is_well_typed() -> None:
         assert all(field.type in STRATEGIES for field in fields_of(kind)), kind
 
 
+def has_plain_values(found: Any) -> bool:
+    """Whether a type has a place for anything that msgpack has; see `msgspec.inspect`."""
+    if isinstance(found, msgspec.inspect.AnyType):
+        return True
+    inner = [field.type for field in getattr(found, "fields", ())]
+    inner += [getattr(found, name) for name in ("item_type", "key_type", "value_type") if hasattr(found, name)]
+    return any(map(has_plain_values, [*inner, *getattr(found, "item_types", ()), *getattr(found, "types", ())]))
+
+
+def nested(depth: int, leaf: Any = 1) -> Any:
+    """A dict in a list in a dict in ..."""
+    for level in range(depth):
+        leaf = [leaf] if level % 2 else {"a": leaf}
+    return leaf
+
+
+def nested_key(depth: int) -> Any:
+    """A dict whose key is a tuple in a tuple in ..."""
+    key: Any = 1
+    for _ in range(depth - 1):
+        key = (key,)
+    return {key: 1}
+
+
+def test_every_field_with_plain_values_is_known() -> None:
+    found: dict[type, tuple[str, ...]] = {}
+    for kind in m.ClientMessage.__args__:  # type: ignore[attr-defined]
+        inspected: Any = msgspec.inspect.type_info(kind)
+        names = tuple(field.name for field in inspected.fields if has_plain_values(field.type))
+        found |= {kind: names} if names else {}
+    assert found == m.PLAIN
+
+
+@pytest.mark.parametrize("make", [nested, nested_key])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in m.PLAIN.items() for name in names])
+def test_plain_values_that_are_nested_too_deep_are_found(kind: Any, name: str, make: Any) -> None:
+    for depth in (1, m.MAX_NESTING, m.MAX_NESTING + 1, 700):
+        tags = {"n": 1, "deep": make(depth)}
+        values = {"tags": [{}, tags], "finishes": [finish(tags)], "finished": [finish(tags)]}
+        message = msgspec.structs.replace(sample(kind), **{name: values.get(name, tags)})
+        came = m.decode_client(m.encode(message))
+        assert m.nests_too_deep(getattr(came, name)) == (depth > m.MAX_NESTING)
+
+
+def finish(info: m.Tags) -> m.FinishedSlot:
+    return m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, info)
+
+
 def deliver(place: Place, message: m.Message, payload: bytes, session: ServerSession) -> None:
     """As the link does; whatever is no error of this package is a traceback in the server's log."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from transfer_queue.weights.receive.pauses import Pauses
 ROOM_S = 20.0
 MODES: list[Mode] = ["keep", "wait", "abort"]  # the strongest last
 OWNERS = ["", "run", "other"]
-OF_THREAD = threading.local()  # `asked`: the pause that it is about to make
+OF_THREAD = threading.local()  # `asked`: the pause that it makes
 
 
 class Asked:
@@ -51,7 +52,7 @@ class Driven:
         self._turn = 0
 
     def pause(self, mode: Mode, timeout_s: float, clear_cache: bool = True) -> None:
-        asked, OF_THREAD.asked = getattr(OF_THREAD, "asked", None), None
+        asked = OF_THREAD.asked if clear_cache else None  # nobody asks for a weaker mode
         self._stop()
         turn = self._set(mode)
         fails = self._stop(can_fail=asked is not None)  # a weaker mode is reached: nothing runs
@@ -200,9 +201,16 @@ class PausesModel(RuleBasedStateMachine):
         self.wait()
 
     def wait(self) -> None:
-        """Until every thread has ended, or stands at a stop."""
+        """Until every thread has ended, or stands at a stop, or waits for those that do."""
+
+        def has_settled() -> bool:
+            num_stops, num_waiting = len(self.generation.stops), len(self.pauses._overtaken)
+            return self.num_running == num_stops + num_waiting and (num_stops > 0 or not num_waiting)
+
+        end = time.monotonic() + ROOM_S
         with self.generation.changed:
-            assert self.generation.changed.wait_for(lambda: self.num_running == len(self.generation.stops), ROOM_S)
+            while not self.generation.changed.wait_for(has_settled, 0.001):  # nobody tells of one that begins to wait
+                assert time.monotonic() < end
 
 
 TestPausesModel = PausesModel.TestCase

@@ -226,6 +226,15 @@ def test_a_pickled_value_is_not_evaluated(filled: transfer_queue.TransferQueueCl
     assert not os.path.exists(Surprise.path)
 
 
+@pytest.mark.usefixtures("filled")
+def test_odd_values_say_what_they_are_beside_the_others() -> None:
+    bits = torch.ones(3, dtype=torch.uint8).view(torch.bits8)
+    transfer_queue.kv_put("o", "odd", {"bits": bits, "huge": 10**5000, "plain": "good"})
+    found = shown("inspect", "odd", "o")["values"]
+    assert found["bits"].startswith("cannot be shown: ")
+    assert (found["huge"], found["plain"]) == ("<int of 16,610 bits>", "'good'")
+
+
 class Surprise:
     """Makes a file where it is unpickled."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.errors import (
@@ -182,6 +183,59 @@ def test_metadata_may_span_partitions(shared: tq.TransferQueueClient, part: str)
     assert shared.get_consumption_status("t", part + "2")[0].tolist() == []
 
 
+def test_of_a_put_over_several_partitions_that_is_refused_nothing_is_stored(
+    shared: tq.TransferQueueClient, part: str
+) -> None:
+    metas = [shared.put({"x": torch.zeros(2, 3)}, partition_id=f"{part}-{name}") for name in "ab"]
+    both = tq.BatchMeta.concat(metas)
+    both.update_custom_meta([{"n": number} for number in range(4)])
+    for bad in ({"x": torch.ones(4, 3), "y": [1, 2, 3, threading.Lock()]}, {"x": torch.ones(4, 3), "y": [1, 2, 3]}):
+        with pytest.raises((UnsupportedValue, InvalidInput)):
+            shared.put(bad, metadata=both)
+    tagged = tq.BatchMeta.concat(metas)
+    tagged.update_custom_meta([{"n": 1}, {}, {}, {"other": object()}])
+    with pytest.raises(UnsupportedValue, match="tag 3"):
+        shared.set_custom_meta(tagged)
+    assert [shared.get_data(meta)["x"].sum().item() for meta in metas] == [0, 0]
+    assert [shared.get_meta(["x"], 2, f"{part}-{name}", "force_fetch").custom_meta for name in "ab"] == [[{}, {}]] * 2
+    assert shared.get_production_status(["y"], f"{part}-a") == (None, None)
+    with pytest.raises(UnsupportedValue):
+        shared.update(both, "x", {"x": torch.ones(4, 3)}, lambda was, now: threading.Lock() if now[0] else was)
+    assert [shared.get_data(meta)["x"].sum().item() for meta in metas] == [0, 0]
+    for name in "ab":
+        shared.clear_partition(f"{part}-{name}")
+
+
+def test_the_schema_of_one_meta_is_nobody_elses(shared: tq.TransferQueueClient, part: str) -> None:
+    first, second = (shared.put({"x": torch.zeros(2, 3)}, partition_id=part) for _ in range(2))
+    for meta in (first, second):
+        shared.put({"y": torch.zeros(2, 7)}, metadata=meta)
+    first.field_schema["y"]["shape"] = None
+    assert second.field_schema["y"]["shape"] == (7,)
+    assert shared.get_meta(["y"], 2, part, task_name="t").field_schema["y"]["shape"] == (7,)
+
+
+def test_fields_are_named_by_a_list(shared: tq.TransferQueueClient, part: str) -> None:
+    shared.put({"tokens": torch.zeros(2, 3)}, partition_id=part)
+    with pytest.raises(InvalidInput, match="a list of names"):
+        shared.get_meta("tokens", 2, part, task_name="t")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="a list of names"):
+        shared.take(part, "tokens", 2, "t")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tokenz", "text"])
+def test_out_is_for_fields_of_tensors_that_are_read(shared: tq.TransferQueueClient, part: str, name: str) -> None:
+    meta = shared.put({"tokens": torch.ones(2, 3), "text": ["a", "b"]}, partition_id=part)
+    with pytest.raises(InvalidInput, match=f"out has '{name}'"):
+        shared.get_data(meta, out={name: torch.zeros(2, 3)})
+    assert shared.get_data(meta)["text"].tolist() == ["a", "b"]
+
+
+def test_a_value_for_all_rows_may_come_first(shared: tq.TransferQueueClient, part: str) -> None:
+    meta = shared.put({"source": NonTensorData("math"), "x": torch.zeros(2)}, partition_id=part)
+    assert shared.get_data(meta)["source"].tolist() == ["math", "math"]
+
+
 def test_a_jagged_batch_may_span_partitions(shared: tq.TransferQueueClient, part: str) -> None:
     metas = [shared.put(batch(1, x=torch.zeros(1)), partition_id=p) for p in (part, part + "2", part)]
     both = tq.BatchMeta.concat(metas)
@@ -243,6 +297,29 @@ def test_declared_size_counts_in_the_checks(shared: tq.TransferQueueClient, part
     assert not shared.check_production_status(["x"], part)
     shared.put(batch(1, x=torch.zeros(1)), partition_id=part)
     assert shared.check_production_status(["x"], part)
+
+
+def test_arguments_that_are_longer_than_a_server_reads_are_refused(shared: tq.TransferQueueClient, part: str) -> None:
+    long = {"prompts": "x" * (1 << 20)}
+    with pytest.raises(InvalidInput, match=r"SetPartition: \d+ bytes of arguments, at most 1048576: name less"):
+        shared.set_partition(part, metadata=long)
+
+    async def beside_another() -> tq.BatchMeta:
+        waiting = asyncio.create_task(shared.async_get_meta(["x"], 1, part, task_name="t", timeout_s=30))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidInput, match="at most 1048576"):
+            await shared.async_set_partition(part, metadata=long)
+        await shared.async_put({"x": torch.zeros(1)}, partition_id=part)
+        return await waiting
+
+    assert asyncio.run(beside_another()).size == 1
+
+
+def test_as_many_keys_are_locked_together_as_are_put(shared: tq.TransferQueueClient, part: str) -> None:
+    keys = [f"{number:020d}" for number in range(60_000)]
+    with tq.kv_global_lock(keys, part, timeout=20):
+        assert len(tq.kv_lock_list(part)["holders"]) == len(keys)
+    assert not tq.kv_lock_list(part)["holders"]
 
 
 def test_reset_consumption_offers_rows_again(shared: tq.TransferQueueClient, part: str) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,14 @@ from tensordict import TensorDict
 import transfer_queue as tq
 from transfer_queue.client.effects import Offload
 from transfer_queue.client.transfer.read import read
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaConflict, StorageKeyNotFoundError, StoreFull
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    SchemaConflict,
+    StorageKeyNotFoundError,
+    StoreFull,
+    UnsupportedValue,
+)
 from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -278,6 +285,93 @@ def test_a_cancelled_put_leaves_nothing(client: tq.TransferQueueClient, nbytes: 
     until(lambda: (used(client), pinned(client)) == (0, 0), "the end of unfinished blocks")
 
 
+class Gate:
+    """Where threads wait that move bytes for an event loop."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+
+@pytest.fixture
+def gate(client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Threads of the session move no bytes before it is open."""
+    gate, start = Gate(), client.session.mover.start
+
+    def start_behind(work: Callable[[], Any]) -> Any:
+        def pass_gate() -> Any:
+            gate.reached.set()
+            assert gate.opened.wait(30)
+            return work()
+
+        return start(pass_gate)
+
+    monkeypatch.setattr(client.session.mover, "start", start_behind)
+    yield gate
+    gate.opened.set()
+
+
+async def at_the(gate: Gate) -> asyncio.Task[Any]:
+    """A put whose thread is about to write into its block."""
+    task = asyncio.create_task(tq.async_kv_batch_put(["a"], "p", batch(1, x=torch.full((1, 1 << 20), 7.0))))
+    await asyncio.to_thread(gate.reached.wait, 30)
+    return task
+
+
+async def put_another() -> None:
+    await asyncio.to_thread(tq.kv_batch_put, ["b"], "p", batch(1, x=torch.ones(1, 1 << 20)))
+
+
+def only_the_other_is_there() -> bool:
+    assert tq.kv_list("p") == {"p": {"b": {}}}
+    return bool((tq.kv_batch_get("b", "p", dense=True)["x"] == 1).all())
+
+
+def test_a_put_that_is_cancelled_again_keeps_its_block_until_its_thread_has_ended(
+    client: tq.TransferQueueClient, gate: Gate
+) -> None:
+    async def main() -> None:
+        task = await at_the(gate)
+        for _ in range(3):
+            task.cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        assert not task.done()
+        await put_another()
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert only_the_other_is_there()
+    tq.kv_clear("b", "p")
+    until(lambda: (used(client), pinned(client)) == (0, 0), "the end of unfinished blocks")
+
+
+def test_a_loop_that_ends_with_a_cancelled_put_waits_for_its_thread(gate: Gate) -> None:
+    found = []
+
+    async def at_the_end(task: asyncio.Task[Any]) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # `run` has cancelled all that is left
+            for _ in range(3):
+                await asyncio.sleep(0)
+            found.append(task.done())
+            await put_another()
+            gate.opened.set()
+
+    async def main() -> None:
+        task = await at_the(gate)
+        last = asyncio.create_task(at_the_end(task))
+        task.cancel()
+        await asyncio.sleep(0)
+        found.append(last.done())
+
+    asyncio.run(main())
+    assert found == [False, False]
+    assert only_the_other_is_there()
+
+
 def test_a_cancelled_get_releases_its_pins(client: tq.TransferQueueClient) -> None:
     tq.kv_batch_put(["a", "b"], "p", batch(2, x=torch.zeros(2, 1 << 20)))
 
@@ -442,6 +536,45 @@ def test_who_gives_up_while_the_connection_of_a_loop_is_opened_takes_no_other_ca
         return await patient
 
     assert asyncio.run(both()).size == 1
+
+
+def test_a_tag_that_a_process_cannot_make_fails_the_call_that_asked_for_it_and_no_other(
+    client: tq.TransferQueueClient, child: Callable[..., Any]
+) -> None:
+    child(
+        """
+        import transfer_queue as tq
+        class Money:
+            def __init__(self, number):
+                self.number = number
+        tq.register_type(Money, name="money", to_plain=lambda one: one.number, from_plain=Money)
+        tq.kv_put("k", "other", tag={"price": Money(3)})
+        tq.get_client().set_partition("other", metadata={"price": Money(4)})
+        """
+    ).finish()
+
+    async def main() -> None:
+        waiting = asyncio.create_task(client.async_get_meta(["x"], 1, "mine", task_name="t", timeout_s=30))
+        await asyncio.to_thread(until, lambda: client.stats()["waiting_requests"], "the wait")
+        with pytest.raises(UnsupportedValue, match="holds a 'money': call"):
+            await tq.async_kv_list("other")
+        await client.async_put(batch(1, x=torch.ones(1)), partition_id="mine")
+        assert (await waiting).size == 1
+
+    asyncio.run(main())
+    with pytest.raises(UnsupportedValue, match="register_type"):
+        tq.kv_list("other")
+    assert tq.kv_list("mine") == {"mine": {}}
+    (other,) = [one for one in client.overview().partitions if one.name == "other"]
+    assert other.metadata == {"price": ("money", 4, None)}
+    assert client.inspect_row("other", "k").tags == {"price": ("money", 3, None)}
+
+
+def test_programs_that_are_started_get_no_descriptor_of_an_arena(client: tq.TransferQueueClient) -> None:
+    tq.kv_put("a", "p", {"x": torch.zeros(1 << 18)})
+    arenas = list(client.session.arenas._arenas.values())
+    assert arenas
+    assert not any(os.get_inheritable(arena.fd) for arena in arenas)
 
 
 def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueClient) -> None:

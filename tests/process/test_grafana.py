@@ -101,6 +101,11 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(exported: di
         assert one.labels <= set().union(*(exported[name] for name in one.metrics)) | OF_PROMETHEUS, one
 
 
+def test_only_who_waits_for_rows_starves() -> None:
+    (starved,) = [rule for rule in of_alerts() if rule.where == "alert TransferQueueStarved"]
+    assert starved.metrics == {"tq_oldest_fetch_wait_seconds"}  # puts of other fields, and other waits, say nothing
+
+
 def test_an_alert_compares_a_service_with_itself_only() -> None:
     for rule in of_alerts():
         assert "scalar" not in rule.expr, rule  # one number of all services

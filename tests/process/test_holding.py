@@ -11,17 +11,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import freeze, until
 from test_standby import DURABLE, replaced, server_of, standby_of
 
 import transfer_queue as tq
+from transfer_queue.client import forks
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
+from transfer_queue.memory import private_map
 from transfer_queue.wire import messages as m
 
 NBYTES = 1 << 20
@@ -184,6 +187,36 @@ def test_a_stream_renews_its_leases_after_a_takeover(service: Callable[..., Any]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("kind", ["loop", "workers", "async", "collected"])
+def test_a_stream_that_is_left_after_a_takeover_gives_its_rows_back(service: Callable[..., Any], kind: str) -> None:
+    client = service(**DURABLE)
+    client.put({"x": torch.arange(8)}, partition_id="p")
+    terms = {"task": "t", "batch_size": 4, "lease_s": 600.0}
+
+    async def loop() -> None:
+        async with tq.async_stream("p", ["x"], **terms) as batches:
+            async for _ in batches:
+                await asyncio.to_thread(replaced, client)
+                break
+
+    if kind == "async":
+        asyncio.run(loop())
+    elif kind == "collected":
+        dataset = tq.StreamingDataset(None, 4, 4, ["x"], "p", "t", lease_s=600.0)
+        each = iter(dataset)
+        next(each)
+        replaced(client)
+        del dataset, each
+        gc.collect()
+    else:
+        more = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "workers" else {}
+        with tq.stream("p", ["x"], **terms, **more) as batches:
+            each = iter(batches)
+            next(each)
+            replaced(client)
+    assert len(client.get_meta(["x"], 8, "p", task_name="t", timeout_s=20)) == 8
+
+
 def test_a_child_of_a_process_that_was_in_a_call_does_not_hold_its_rows(
     client: TransferQueueClient, child: Callable[[str], Any]
 ) -> None:
@@ -275,6 +308,77 @@ def test_a_forked_child_closes_no_file_of_its_own_with_an_inherited_event_loop(c
     assert os.waitpid(pid, 0)[1] == 0
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+
+
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_a_child_that_is_forked_while_the_server_stands_still_keeps_what_it_inherited(
+    client: TransferQueueClient, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setattr(forks, "ADOPT_S", 0.2, raising=False)
+    if kernel == "old":  # it knows no MADV_POPULATE_WRITE
+        monkeypatch.setattr(private_map, "MADV_POPULATE_WRITE", 9999)
+    meta = client.put({"x": torch.full((4, NBYTES + 9), 7, dtype=torch.uint8)}, partition_id="p")
+    views = [client.get_data(meta)["x"].values() for _ in range(2)]  # the second one has a mapping of its own
+    views[0][NBYTES] = 8
+    go_on = os.pipe()
+    pid = server_of(client)
+    freeze(pid)
+    try:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.read(go_on[0], 1)
+                views[0][NBYTES] -= 1
+                status = int(any((view.numpy() != 7).any() for view in views))
+            finally:
+                os._exit(status)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert views[0][NBYTES] == 8
+    views.clear()
+    gc.collect()
+    client.clear_partition("p")
+    until(lambda: not client.stats()["pinned_nbytes"], "the end of the views")
+    for _ in range(3):
+        client.put({"x": torch.full((4, NBYTES + 9), 9, dtype=torch.uint8)}, partition_id="q")
+    os.write(go_on[1], b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    for end in go_on:
+        os.close(end)
+
+
+def test_a_child_that_is_forked_while_another_thread_attaches_anew_can_attach(
+    client: TransferQueueClient, other: TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, entered, go_on = other.session, threading.Event(), threading.Event()
+    large = np.zeros((1, 2 * NBYTES), np.uint8)  # torch's own threads do not survive a fork
+
+    def successor() -> Session:
+        entered.set()
+        assert go_on.wait(30)
+        return Session.successor(session)
+
+    monkeypatch.setattr(session, "successor", successor)
+    session._end("another life answers")
+    thread = threading.Thread(target=other.get_partition_list)
+    with session.mover._lock:  # as a thread of the parent may have it
+        thread.start()
+        assert entered.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                go_on.set()
+                other.get_partition_list()
+                asyncio.run(other.async_put({"x": large}, partition_id="p"))  # a thread copies it
+                status = 0
+            finally:
+                os._exit(status)
+    go_on.set()
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
 
 
 def test_a_child_that_is_forked_after_an_event_loop_has_ended_lets_go_of_what_it_reads(

@@ -11,7 +11,7 @@ import pytest
 from conftest import until
 from hosts import CLIENT, LARGE, Host, firsts
 from test_arena_limits import SMALL_DISK
-from test_journal import Machine, Start, fetch, put
+from test_journal import Machine, Start, fetch, lose_power, put
 from test_standby import kill, standby_of
 
 from transfer_queue import checkpoint
@@ -89,15 +89,16 @@ def test_another_sampler_is_refused(machine: Machine) -> None:
         machine.boot(sampler={"class": "RankAwareSampler"})
 
 
+@pytest.mark.parametrize("removed", ["runs/journal", "runs"])
 def test_a_journal_that_is_removed_promises_nothing_and_the_rows_can_be_saved(
-    start_host: Start, tmp_path: Path
+    start_host: Start, tmp_path: Path, removed: str
 ) -> None:
     settings = {"client": {**CLIENT, "timeout_s": 1.0}}
-    machine = Machine(lambda **more: start_host(**{**settings, **more}), tmp_path / "journal")
+    machine = Machine(lambda **more: start_host(**{**settings, **more}), tmp_path / "runs" / "journal")
     client = machine.host.client
     meta = put(client, 1.0)
     standby_of(client)
-    shutil.rmtree(machine.directory)
+    shutil.rmtree(tmp_path / removed)
     for turn in range(2):
         with pytest.raises((StoreFull, TimeoutError)):
             put(client, 2.0, partition="q")
@@ -109,6 +110,21 @@ def test_a_journal_that_is_removed_promises_nothing_and_the_rows_can_be_saved(
     host = machine.reboot()
     checkpoint.load(host.client.session, tmp_path / "saved")
     assert firsts(host.client.get_data(fetch(host.client, 2))) == [1.0, 1.0]
+
+
+def test_who_takes_over_leaves_the_journal_alone_that_another_server_began_in_its_place(machine: Machine) -> None:
+    first = machine.host
+    put(first.client, 1.0)
+    standby_of(first.client)
+    shutil.rmtree(machine.directory)
+    second = machine.boot()
+    meta = put(second.client, 2.0)
+    kill(first.client.stats()["pid"])
+    until(lambda: first.client.stats()["takeovers"] == 1, "the standby")
+    with pytest.raises((StoreFull, TimeoutError)):
+        put(first.client, 3.0)
+    lose_power(first)
+    assert firsts(machine.reboot().client.get_data(meta)) == [2.0, 2.0]
 
 
 def test_a_journal_and_the_policy_go_together(service: Any, tmp_path: Path) -> None:

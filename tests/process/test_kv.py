@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
@@ -38,6 +39,15 @@ def test_put_returns_merged_tags_in_key_order_also_without_tags(part: str) -> No
     assert (meta.keys, meta.tags) == (["c", "a"], [{"n": 3}, {"n": 1}])
     assert meta.partition_id == part
     assert meta.extra_info == {}
+
+
+def test_numbers_of_numpy_in_tags_are_those_of_python(part: str) -> None:
+    tag = {"n": np.int64(5), "r": np.float32(0.5), "is_done": np.bool_(True), "most": np.uint64(2**64 - 1)}
+    (stored,) = tq.kv_put("a", part, {"x": torch.ones(2)}, tag=tag).tags
+    assert stored == {"n": 5, "r": 0.5, "is_done": True, "most": 2**64 - 1}
+    assert list(map(type, stored.values())) == [int, float, bool, int]
+    with pytest.raises(UnsupportedValue, match=r"'t'.*\.item\(\)"):
+        tq.kv_put("a", part, tag={"t": torch.tensor(5)})
 
 
 def test_tags_merge_by_name(part: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Child
 from tables import Box, schema
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.operations import update
@@ -428,3 +428,12 @@ def test_a_dict_may_replace_a_tensor(shared: tq.TransferQueueClient) -> None:
     tq.kv_put("a", "emptied", {"x": torch.ones(3)})
     tq.kv_update("a", "emptied", "x", values={"sum": 3}, parser=lambda old, new: {**new, "was": old.tolist()})
     assert list(tq.kv_batch_get("a", "emptied")["x"]) == [{"sum": 3, "was": [1, 1, 1]}]
+
+
+def test_a_list_beside_tensors_stays_a_list(shared: tq.TransferQueueClient) -> None:
+    part = "list beside tensors"
+    tq.kv_put("tensor", part, {"f": torch.zeros(2)})
+    tq.kv_batch_put(["list"], part, fields=TensorDict({"f": NonTensorStack(NonTensorData([1, 2]))}, [1]))
+    tq.kv_update("list", part, "f", [3], parser="append")
+    assert tq.kv_batch_get("list", part)["f"].tolist() == [[1, 2, 3]]
+    shared.clear_partition(part)

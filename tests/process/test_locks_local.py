@@ -266,3 +266,35 @@ def test_a_forked_child_has_none_of_its_parents_locks() -> None:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+@pytest.mark.parametrize("step", ["add", "leave"])
+def test_a_collection_amid_a_step_may_end_what_holds_another_lock(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def hold(me: list[Any]) -> Any:
+        with tq.kv_local_lock("other", P, timeout=TIMEOUT_S):
+            yield me
+
+    def hold_in_a_cycle() -> None:
+        me: list[Any] = []
+        me.append(hold(me))
+        next(me[0])
+
+    def collect_and(*args: Any) -> Any:
+        gc.collect()
+        return do(*args)
+
+    def take_both() -> None:
+        with tq.kv_local_lock("mine", P, timeout=TIMEOUT_S):
+            pass
+        with tq.kv_local_lock("other", P, timeout=TIMEOUT_S):
+            took.append(True)
+
+    took: list[bool] = []
+    hold_in_a_cycle()
+    do = getattr(local._claims, step)
+    monkeypatch.setattr(local._claims, step, collect_and)
+    thread = threading.Thread(target=take_both, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    assert took
+    assert not len(local)

@@ -71,6 +71,12 @@ def test_only_the_partitions_that_were_asked_for(rows: tq.TransferQueueClient) -
     assert [name for name in names if name.startswith("partition/")] == ["partition/other/rows"]
 
 
+def test_a_task_that_is_not_there_is_not_made(rows: tq.TransferQueueClient) -> None:
+    assert metrics(tasks=["typo"])["partition/train/consumed_share/typo"] == 0.0
+    (partition,) = rows.overview().partitions
+    assert [task.name for task in partition.tasks] == ["actor"]
+
+
 def test_before_a_version_is_announced_there_is_none(client: tq.TransferQueueClient) -> None:
     assert "weight_version" not in metrics()
 

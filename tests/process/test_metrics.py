@@ -190,6 +190,27 @@ def test_waiting_and_wake_ups(service: Service, child: Callable[[str], Any]) -> 
     assert (now.value("tq_controller_request_duration_seconds_sum", op_type="GET_META") or 1) < 0.05
 
 
+def test_a_task_that_waits_for_rows_is_seen_although_others_are_put(
+    service: Service, child: Callable[[str], Any]
+) -> None:
+    client = service(metrics={"enabled": True})
+    waiter = child(
+        "import transfer_queue as tq; tq.init(); print('in', flush=True)\n"
+        "tq.get_client().get_meta(['reward'], 1, 'p', task_name='actor', timeout_s=60)"
+    )
+    assert waiter.line() == "in"
+    waits = {"partition_id": "p", "task_name": "actor"}
+    name = "tq_oldest_fetch_wait_seconds"
+    until(lambda: (Scrape().value(name, **waits) or 0) > 0, "the wait")  # for a partition that is not there yet
+    client.put(rows(2), partition_id="p")
+    client.get_meta(["x"], 1, "p", task_name="other")
+    now = Scrape()
+    assert (now.value(name, **waits) or 0) > 0
+    assert now.value(name, partition_id="p", task_name="other") == 0
+    tq.kv_put("a", "p", {"reward": torch.tensor(1.0)})
+    assert Scrape().value(name, **waits) == 0
+
+
 def test_a_scrape_of_a_hundred_partitions_is_quick_and_each_family_comes_once(service: Service) -> None:
     client = service(metrics=ON)
     for number in range(100):

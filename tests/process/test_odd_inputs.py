@@ -22,7 +22,9 @@ from PIL import Image
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.effects import Call
 from transfer_queue.errors import BatchMismatch, DeadlineExceeded, InvalidInput, UnsupportedValue
+from transfer_queue.wire import messages as m
 
 
 @pytest.fixture
@@ -162,6 +164,47 @@ def test_value_comes_back_exactly(part: str, name: str) -> None:
 def test_a_name_that_utf_8_does_not_have_is_refused_and_nothing_is_stored(part: str, call: Any) -> None:
     with pytest.raises(InvalidInput, match="lone surrogate"):
         call(part)
+    assert part not in tq.kv_list(part)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, lambda inner: {"b": inner[0]}])
+def test_a_tag_that_is_nested_too_deep_is_refused_by_name(part: str, wrap: Any) -> None:
+    tq.kv_put("a", part, tag={"deep": wrap([nested(63)])})
+    assert tq.kv_list(part)[part]["a"] == {"deep": wrap([nested(63)])}
+    with pytest.raises(InvalidInput, match=r"name 'deep': .*64 deep"):
+        tq.kv_batch_put(["b", "c"], part, {"x": torch.ones(2, 1)}, [{}, {"deep": wrap([nested(64)])}])
+    assert list(tq.kv_list(part)[part]) == ["a"]
+
+
+def test_a_tag_that_holds_itself_is_refused(part: str) -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    doubled: list[Any] = [1]
+    for _ in range(64):
+        doubled = [doubled, doubled]
+    for value in (itself, doubled):
+        with pytest.raises(InvalidInput, match="64 deep"):
+            tq.kv_put("a", part, tag={"deep": value})
+
+
+@pytest.mark.parametrize("depth", [65, 900])
+def test_a_request_that_is_nested_too_deep_is_refused_by_the_server_and_the_connection_stays(
+    shared: tq.TransferQueueClient, part: str, depth: int
+) -> None:
+    session, tag = shared.session, {"deep": nested(depth)}
+    for request in (
+        m.Commit(session.next_rid(), part, 1, ["a"], None, [], -1, b"", [tag], 0.0),
+        m.OpenGroup(session.next_rid(), part, "g", 1, 1, "", tag, None, None, False),
+    ):
+        with pytest.raises(InvalidInput, match=f"{type(request).__name__}.*64 deep"):
+            session.call(Call(request))
     assert part not in tq.kv_list(part)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,7 +25,8 @@ from PIL import Image
 from zygote import CHILDREN
 
 import transfer_queue as tq
-from transfer_queue.page import beside
+from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.page import access, beside
 from transfer_queue.page.access import Access
 from transfer_queue.page.printable import ident
 from transfer_queue.weights.fleet import ReplicaStatus
@@ -89,6 +91,8 @@ def test_a_waiting_task_says_what_it_lacks(
 ) -> None:
     tq.kv_batch_put([str(number) for number in range(16)], "p", {"prompt": torch.ones(16, 1)})
     tq.kv_batch_put(["0", "1", "2", "3"], "p", {"reward": torch.ones(4)})
+    with pytest.raises(DeadlineExceeded):  # what a task asked for before is not what it waits for
+        client.get_meta(["critic_value"], 1, "p", task_name="actor", timeout_s=0)
     waiter = child(
         "import transfer_queue as tq; tq.init(); print('in', flush=True)\n"
         "tq.get_client().get_meta(['prompt', 'reward'], 8, 'p', task_name='actor', timeout_s=60)"
@@ -218,6 +222,19 @@ def test_a_value_that_cannot_be_read_does_not_hide_the_others(
     assert shown["pickled"]["kind"] == "none"
 
 
+def test_odd_numbers_and_dtypes_do_not_hide_the_others(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    values: dict[str, Any] = {
+        "big_endian": np.arange(3, dtype=">i4"), "long_double": np.array([1.5], np.longdouble), "plain": "good",
+        "bits": torch.ones(3, dtype=torch.uint8).view(torch.bits8),
+    }  # fmt: skip
+    tq.kv_put("a", "p", values)
+    status, found = page.row("p", key="a")
+    shown = {one["name"]: one["text"] for one in found["fields"]}
+    assert (status, shown["plain"], shown["big_endian"]) == (200, "good", "0, 1, 2")
+    assert shown["bits"].startswith("cannot be shown: ")
+    assert "float128" in shown["long_double"]
+
+
 # ---- hostile names and visitors ----
 
 
@@ -243,7 +260,7 @@ def test_every_answer_has_the_headers_that_keep_scripts_out(page: RunningPage) -
         assert "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
-        assert headers["cache-control"] == "no-store"
+        assert (headers["cache-control"], headers["connection"]) == ("no-store", "close")
     with page.look() as viewer:
         assert viewer.next("look")["trouble"] == ""
 
@@ -307,6 +324,28 @@ def test_the_path_that_is_asked_for_decides_whether_a_token_is_needed(path: str,
     }  # fmt: skip
     asyncio.run(Access(application, TOKEN, False, 80)(scope, None, send))  # type: ignore[arg-type]
     assert (reached, sent[0]["status"]) == ([], 401)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_form_that_does_not_come_keeps_no_connection(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    monkeypatch.setattr(access, "FORM_S", 0.01)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def logged_in() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/login", "query_string": b"", "headers": [(b"host", b"x")]}
+        await asyncio.wait_for(Access(send, TOKEN, False, 80)(scope, receive, send), 10)  # type: ignore[arg-type]
+
+    asyncio.run(logged_in())
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
 
 
 def test_without_a_token_it_listens_on_loopback_only(client: tq.TransferQueueClient) -> None:
@@ -467,6 +506,15 @@ def test_a_page_goes_on_with_the_standby_of_its_server(tmp_path: Path) -> None:
 def _page_of(server: int) -> psutil.Process:
     (found,) = [one for one in psutil.Process(server).children() if "transfer_queue.page" in one.cmdline()]
     return found
+
+
+def test_a_page_is_no_part_of_the_trace_of_its_job(
+    client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TQ_TRACE", str(tmp_path / "trace"))
+    with page_of(str(client.address)) as page, page.look() as viewer:
+        assert viewer.next("look")["trouble"] == ""
+    assert not os.path.exists(tmp_path / "trace")
 
 
 def test_the_server_of_a_page_imports_neither_starlette_nor_torch(fresh_child: Callable[[str], Child]) -> None:

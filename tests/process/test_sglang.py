@@ -138,6 +138,43 @@ def test_where_one_worker_cannot_load_a_later_version_all_load_the_one_before_ag
     assert workers.values() == {3.0}
 
 
+def test_a_worker_that_does_not_hear_whether_the_others_loaded_a_version_is_dirty(
+    serve: Serve, workers: Workers, trainers: Trainers
+) -> None:
+    server, given = serve(workers), weights(2.0)
+    trainer = trainers(SGLangClient(server.url), given)
+    trainer.send_weights(deadline_s=30)
+    workers.say(["hurry 0.1", "hold"])
+    server.is_held = True
+    with pytest.raises(TransferQueueError, match="did not say"):
+        trainer.send_weights(deadline_s=30)
+    assert workers.installed() == [(1, True), (2, False)]
+    workers.say(["timeout 30"] * 2)
+    workers.say(["fail", "weights"])
+    with pytest.raises(TransferQueueError, match="loading failed"):
+        trainer.send_weights(deadline_s=30)
+    assert workers.installed() == [(1, True), (2, False)]
+    for tensor in given.values():
+        tensor.fill_(3.0)
+    version = trainer.send_weights(deadline_s=30).version
+    assert (workers.installed(), workers.values()) == ([(version, False)] * 2, {3.0})
+
+
+def test_a_worker_that_is_late_does_not_commit_what_the_others_gave_up(
+    serve: Serve, workers: Workers, trainers: Trainers
+) -> None:
+    server, given = serve(workers), weights(2.0)
+    trainer = trainers(SGLangClient(server.url), given)
+    workers.say(["timeout 0.1", "weights"])
+    server.is_late = True
+    with pytest.raises(TransferQueueError, match=r"not every worker|was loaded again"):
+        trainer.send_weights(deadline_s=30)
+    assert (workers.installed(), workers.values()) == ([(None, False)] * 2, {1.0})
+    workers.say(["timeout 30"] * 2)
+    version = trainer.send_weights(deadline_s=30).version
+    assert (workers.installed(), workers.values()) == ([(version, False)] * 2, {2.0})
+
+
 def test_a_load_that_fails_goes_back_to_what_came_by_another_transport(
     serve: Serve, workers: Workers, trainers: Trainers
 ) -> None:

@@ -154,6 +154,29 @@ def test_the_parts_of_all_ranks_are_the_whole_row(lengths: list[int], parts: int
     assert [sorted(tokens) for tokens in seen] == [list(range(length)) for length in lengths]
 
 
+def test_parts_of_fields_that_are_not_read_are_refused(shared: tq.TransferQueueClient) -> None:
+    meta = shared.put({"x": torch.zeros(2, 4)}, partition_id="typo")
+    with pytest.raises(InvalidInput, match=r"slices has \['y'\]"):
+        shared.get_data(meta, slices={"y": Slice(0, 2)})
+    with pytest.raises(InvalidInput, match=r"slices has \['y'\]"):
+        shared.take("typo", ["x"], 2, "t", slices={"y": Slice(0, 2)})
+    assert len(shared.take("typo", ["x"], 2, "t")[0]) == 2
+    shared.clear_partition("typo")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_rows_of_two_hosts_are_cut_alike(start_host: Callable[..., Host], dim: int) -> None:
+    head = start_host()
+    other = start_host(head.tcp)
+    here, there = (torch.arange(2.0 * 40 * 6 * 500).view(2, 40, 6, 500) + shift for shift in (0, 5))
+    head.kv_put(["a", "b"], "p", {"x": here})
+    other.kv_put(["c", "d"], "p", {"x": there})
+    put = {"a": here[0], "b": here[1], "c": there[0], "d": there[1]}
+    for keys in (["b", "a"], ["a", "d"], ["d", "a", "c"]):
+        found = head.kv_get(keys, "p", dense=True, slices={"x": Slice(1, 5, dim)})["x"]
+        assert torch.equal(found, torch.stack([put[key] for key in keys]).narrow(dim + 1, 1, 4))
+
+
 def test_over_a_network_only_the_part_is_moved(start_host: Callable[..., Host]) -> None:
     head = start_host()
     other = start_host(head.tcp)

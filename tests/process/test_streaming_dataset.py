@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from tensordict import NonTensorStack, TensorDict
 import transfer_queue as tq
 from transfer_queue.dataloader.acks import Acks
 from transfer_queue.dataloader.feed import Feed
+from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.dataloader.streaming_dataset import chunk_batch_fn, default_fetch_batch_fn
-from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.errors import DeadlineExceeded, InternalError
 from transfer_queue.metadata import BatchMeta
 
 Client = tq.TransferQueueClient
@@ -153,6 +155,35 @@ def test_a_lease_is_kept_alive_while_the_consumer_works(client: Client) -> None:
     assert numbers(stream) == [[2, 3]]
 
 
+@pytest.mark.parametrize("kind", [InternalError, OSError])
+def test_a_renewal_that_fails_in_whatever_way_keeps_no_loop_waiting(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    failed = threading.Event()
+
+    def renew(*_: Any) -> None:
+        failed.set()
+        raise kind("a renewal")
+
+    monkeypatch.setattr(LeaseOwner, "renew", renew)
+    running = iter(dataset(lease_s=0.3))
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(next, running)
+        assert failed.wait(20)
+        put(client, 4)
+        assert found.result(20)[0]["x"].tolist() == [0, 1]
+    running.close()
+
+
+def test_a_loop_whose_thread_has_died_hears_of_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(LeaseOwner, "keep", lambda *_: 1 / 0)
+    running = iter(dataset(lease_s=0.3))
+    with pytest.raises(InternalError) as raised:
+        next(running)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
 def test_reset_replays_the_buffer_and_step_moves_on(client: Client) -> None:
     put(client, 8)
     stream = dataset()
@@ -168,6 +199,20 @@ def test_reset_replays_the_buffer_and_step_moves_on(client: Client) -> None:
     stream.step("q")
     assert stream.buffer == []
     assert numbers(stream) == [[100, 101], [102, 103]]
+
+
+def test_a_batch_that_comes_again_has_nothing_to_acknowledge_once_all_of_it_was_used(client: Client) -> None:
+    """The service forgets leases of which nothing is left, after 16,384 others."""
+    put(client, 8)
+    stream = dataset()
+    running = iter(stream)
+    assert all(next(running)[1].lease for _ in range(3))
+    assert [meta.lease > 0 for _, meta in stream.buffer] == [False, True]
+    stream.reset()
+    again = iter(stream)
+    assert [meta.lease > 0 for _, meta in (next(again) for _ in range(4))] == [False, False, True, True]
+    again.close()
+    assert used(client) == 6
 
 
 @pytest.mark.parametrize("move", ["reset", "step"])

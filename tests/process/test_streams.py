@@ -16,6 +16,7 @@ from streams import put, used
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.dataloader import lease_owner
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.errors import DeadlineExceeded, InvalidInput
 from transfer_queue.metadata import BatchMeta
@@ -92,6 +93,68 @@ def test_leaving_the_loop_gives_everything_back_that_was_not_used(client: Client
     assert xs(stream) == [[n, n + 1] for n in range(2, 16, 2)], "the next loop goes on there"
 
 
+@pytest.mark.parametrize("kind", ["loop", "workers", "async"])
+def test_a_long_lease_is_renewed_while_the_session_of_a_lost_connection_would_be_waited_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(lease_owner, "GRACE_S", 0.6)
+    put(client, 4)
+
+    def is_renewed() -> None:
+        before = client.overview().leases[0].left_s
+        until(lambda: client.overview().leases[0].left_s > before, "a renewal")
+
+    async def loop() -> None:
+        async with tq.async_stream("p", ["x"], task="t", batch_size=4, lease_s=600) as stream:
+            async for _ in stream:
+                await asyncio.to_thread(is_renewed)
+                break
+
+    if kind == "async":
+        asyncio.run(loop())
+        return
+    more = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "workers" else {}
+    with tq.stream("p", ["x"], task="t", batch_size=4, lease_s=600, **more) as stream:
+        each = iter(stream)
+        next(each)
+        is_renewed()
+
+
+@pytest.mark.parametrize("way", [Client.nack, Client.release])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_in_hand_that_is_refused_or_released_comes_again_and_the_others_count_as_used(
+    client: Client, workers: int, way: Callable[[Client, BatchMeta], int]
+) -> None:
+    put(client, 8)
+    client.set_partition("p", size=8)
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, **more)
+    found = []
+    for data in stream:
+        found.append(data["x"].tolist())
+        if len(found) == 1:
+            way(client, stream.meta[1:2])
+    assert found == [[0, 1, 2, 3], [1, 4, 5, 6], [7]]
+    assert used(client) == 8
+
+
+def test_an_async_loop_goes_on_after_a_row_that_it_refused(client: Client) -> None:
+    put(client, 4)
+    client.set_partition("p", size=4)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=4)
+
+    async def loop() -> list[list[int]]:
+        found = []
+        async for data in stream:
+            found.append(data["x"].tolist())
+            if len(found) == 1:
+                await asyncio.to_thread(client.nack, stream.meta[1:2])
+        return found
+
+    assert asyncio.run(loop()) == [[0, 1, 2, 3], [1]]
+    assert used(client) == 4
+
+
 def test_a_with_block_gives_rows_back_at_its_end(client: Client) -> None:
     put(client, 4)
     with tq.stream("p", ["x"], task="t", batch_size=4) as stream:
@@ -129,6 +192,37 @@ def test_a_stream_ends_when_its_partition_is_cleared(client: Client) -> None:
     client.clear_partition("p")
     with pytest.raises(StopIteration):
         next(loop)
+
+
+@pytest.mark.parametrize("size", [10, None])
+@pytest.mark.parametrize("by", ["rows", "keys"])
+def test_a_loop_may_clear_what_it_used(client: Client, size: int | None, by: str) -> None:
+    count = size or 8
+    if size is not None:
+        client.set_partition("p", size=size)
+    keys = [f"k{row}" for row in range(count)]
+    tq.kv_batch_put(keys, "p", fields={"x": torch.arange(count)})
+    stream, got = tq.stream("p", ["x"], task="t", batch_size=4), []
+    for batch in stream:
+        got.append(batch["x"].tolist())
+        if by == "rows":
+            client.clear_samples(stream.meta)
+        else:
+            tq.kv_clear([keys[row] for row in got[-1]], "p")
+    assert got == [list(range(count))[at : at + 4] for at in range(0, count, 4)]
+
+
+def test_a_stream_outlives_the_keys_it_cleared_while_more_rows_are_to_come(client: Client) -> None:
+    client.set_partition("p", size=8)
+    stream, got = tq.stream("p", ["x"], task="t", batch_size=4), []
+    tq.kv_batch_put([f"k{row}" for row in range(4)], "p", fields={"x": torch.arange(4)})
+    for batch in stream:
+        got.append(batch["x"].tolist())
+        tq.kv_clear([f"k{row}" for row in got[-1]], "p")
+        assert tq.kv_list("p") in ({}, {"p": {}})
+        if len(got) == 1:
+            tq.kv_batch_put([f"k{row}" for row in range(4, 8)], "p", fields={"x": torch.arange(4, 8)})
+    assert got == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_rows_come_as_dicts(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -109,6 +110,22 @@ def test_strings_are_whole_and_objects_are_previews() -> None:
     assert len(third) == 1024
     assert len(values("o", "texts", preview_chars=20)[2]) == 20
     assert len(values("o", "texts", preview_chars=None)[2]) > 40_000
+
+
+@pytest.mark.parametrize("max_chars", [1024, None])
+def test_json_is_json_whatever_the_numbers_are(max_chars: int | None) -> None:
+    huge = 10**5000
+    cells = [
+        {"score": float("nan"), "array": np.array([[1.0, float("inf")]])}, [huge, {huge: 1}], np.longdouble(1.5),
+        [np.array([1.5], np.longdouble)],
+    ]  # fmt: skip
+    keys = [str(number) for number in range(len(cells))]
+    tq.kv_batch_put(keys, f"odd numbers {max_chars}", {"o": cells})
+    texts = values("o", f"odd numbers {max_chars}", preview_chars=max_chars)
+    first, second, third, fourth = map(json.loads, [texts[0], "0" if max_chars else texts[1], *texts[2:]])
+    assert first == {"score": None, "array": [[1.0, None]]}
+    assert texts[1].startswith('["<int of 16610 bits>"') if max_chars else int(second[0], 16) == huge
+    assert (third, fourth) == ("1.5", ["<array float128 1>"])
 
 
 def test_images_are_previews_or_the_bytes_of_their_files(tmp_path: Any) -> None:

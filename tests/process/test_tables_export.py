@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import polars
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import Child, until
 from test_tables_sql import command
 
 import transfer_queue as tq
@@ -153,3 +155,18 @@ def test_the_command_writes_a_file_and_says_what(rows: str, tmp_path: Path) -> N
     assert "101 rows" in command("export", rows, str(path), "--overwrite").stdout
     nowhere = command("export", rows, str(tmp_path / "no" / "a.parquet"))
     assert (nowhere.returncode, "No such file" in nowhere.stderr) == (1, True)
+
+
+def test_what_a_killed_export_left_goes_with_the_next(rows: str, tmp_path: Path, child: Callable[[str], Child]) -> None:
+    path = tmp_path / "a.parquet"
+    killed = child(f"""
+        import os, signal, transfer_queue as tq
+        from transfer_queue.tables.export import ExportForm, export
+        tq.init()
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        export(tq.get_client().session, {rows!r}, {str(path)!r}, ExportForm(progress=kill))
+    """)
+    until(lambda: killed.process.poll() is not None, "its end")
+    assert len(os.listdir(tmp_path)) == 1
+    tq.export_table(rows, path)
+    assert os.listdir(tmp_path) == ["a.parquet"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Terminal
 from test_cli import ENVIRONMENT
 from zygote import CHILDREN
 
@@ -129,6 +131,24 @@ def test_files_extensions_settings_and_nonsense_are_refused(query: str, tmp_path
     assert path.read_text() == "a,b\n1,2\n"
 
 
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("select count(*) from {} using sample 2 rows", 2), ("select count(*) from {} tablesample 100%", 4),
+        ("select count(*) from {} tablesample reservoir(3)", 3),
+        ("select count(*) from {} using sample 100% (system)", 4),
+    ],
+)  # fmt: skip
+def test_rows_are_sampled(train: str, query: str, expected: int) -> None:
+    assert rows(query.replace("{}", f'"{train}"')) == [(expected,)]
+
+
+@pytest.mark.parametrize("query", ["show tables", "show all tables", "from (show tables)", "describe"])
+def test_who_asks_for_the_tables_hears_where_they_are_listed(query: str) -> None:
+    with pytest.raises(InvalidInput, match="`tq ls` lists them"):
+        tq.sql(query)
+
+
 def test_unknown_tables_and_columns_are_named(train: str) -> None:
     with pytest.raises(InvalidInput, match="nowhere"):
         tq.sql("select * from nowhere")
@@ -191,6 +211,21 @@ def test_the_command_prints_a_table_json_or_csv(train: str) -> None:
     assert [line.split()[0] for line in shown.splitlines()] == ["key", "k0", "odd"], "in a pipe a row is a line"
     assert "\x1b" not in shown
     assert command("sql", f'select * from "{train}" where g > 99', "--json").stdout.strip() == "[]"
+
+
+def test_json_has_numbers_for_decimals(train: str) -> None:
+    query = f'select sum(global_index) - sum(global_index) + 7 as a, 1.5 as b, [2.25] as c from "{train}"'
+    assert type(tq.sql(query).column("a")[0].as_py()) is Decimal
+    assert json.loads(command("sql", query, "--json").stdout) == [{"a": 7, "b": 1.5, "c": [2.25]}]
+
+
+def test_csv_on_a_terminal_has_nothing_that_acts_on_it(train: str) -> None:
+    tq.kv_put("odd", train, {"s": "a\x1b[2J\x1b]0;b\x07"})
+    query = f'select s as "n\x1b[31m" from "{train}" where key = \'odd\''
+    with Terminal("sql", query, "--csv", "--address", str(tq.address())) as terminal:
+        assert terminal.end() == 0
+    assert "\x1b" not in terminal.text
+    assert terminal.text.splitlines() == ["n\\x1b[31m", "a\\x1b[2J\\x1b]0;b\\x07"]
 
 
 def test_errors_of_the_command_are_one_line(train: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,43 @@ def test_only_the_newest_full_versions_stay_with_what_follows_them(site: Callabl
     assert len(files(tmp_path)) == 4
     behind.advance(timeout_s=DEADLINE_S)
     assert has(behind, here.weights)
+
+
+def test_what_is_not_the_archives_own_stays_and_is_not_in_the_way(site: Callable[..., Site], tmp_path: Path) -> None:
+    root = tmp_path / "archive"
+    others = [
+        root / ".gitkeep",
+        root / "0-notes" / "thesis.txt",
+        root / ".config" / "keys",
+        root / ".cache" / "deep" / "x",
+    ]
+    here = site(keep=1, anchor_every=1)
+    here.send()
+    (folder,) = root.iterdir()
+    others += [folder / "000000000001-notes.txt", root / "0-notes" / "000000000001-full-0-abc.json"]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    for _ in range(3):
+        here.send()
+    assert [one.version for one in here.archive.entries(timeout_s=DEADLINE_S)] == [4]
+    assert {path.read_text() for path in others} == {"mine"}
+
+
+def test_old_versions_that_cannot_be_deleted_do_not_keep_new_ones(
+    site: Callable[..., Site], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = site(keep=1, anchor_every=1)
+    here.send()
+    (folder,) = (tmp_path / "archive").iterdir()
+    (folder / "000000000000-full-0-abc.00000").mkdir()  # no file, so it cannot be deleted as one
+    for number in (2, 3):
+        assert here.send().version == number
+        assert here.receiver.installed().version == number
+    assert "could not be deleted" in caplog.text
+    there = ArchiveSource(here.archive)
+    there.advance(timeout_s=DEADLINE_S)
+    assert has(there, here.weights)
 
 
 def test_a_trainer_that_is_started_anew_is_followed(site: Callable[..., Site]) -> None:
@@ -462,3 +500,22 @@ def test_who_sees_a_version_at_the_archive_can_wait_until_it_is_written(tmp_path
     writing.commit(_Came(manifest, {}), VersionInfo(version=1), 1.0)
     writing.settle(DEADLINE_S)
     assert seen == [True]
+
+
+def test_an_engine_that_is_shut_down_has_written_its_last_version(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = site()
+    put, leaving = here.archive.put, threading.Event()
+
+    def put_then(*args: Any, **more: Any) -> None:
+        assert leaving.wait(DEADLINE_S)
+        put(*args, **more)
+
+    monkeypatch.setattr(here.archive, "put", put_then)
+    here.trainer.send_weights(deadline_s=DEADLINE_S)
+    flush = here.receiver.flush
+    monkeypatch.setattr(here.receiver, "flush", lambda timeout_s: (leaving.set(), flush(timeout_s)))
+    here.engines[1].shutdown()
+    leaving.set()
+    assert [one.version for one in here.archive.entries(timeout_s=DEADLINE_S)] == [1]

@@ -116,6 +116,21 @@ def test_who_was_paused_by_a_fence_goes_on_with_the_next_version(site: Start) ->
     assert not a.gate.is_paused()
 
 
+def test_who_was_paused_by_a_fence_goes_on_when_it_leaves_the_fleet(site: Start) -> None:
+    here = site(2)
+    here.send(1)
+    b = here.servers["b"]
+
+    def refuse() -> None:
+        raise DigestMismatch("damaged every time")
+
+    b.hooks["update_weights"] = refuse
+    here.send(2)
+    until(lambda: b.gate.is_paused(), "the pause of a replica that cannot catch up")
+    here.fleet.leave("b")
+    assert not b.gate.is_paused()
+
+
 def test_a_version_that_nobody_can_take_is_given_up(site: Start) -> None:
     here = site(2)
     here.send(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import Child
 from weights import Net, copy_of, same
 
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion
@@ -294,3 +296,44 @@ def test_who_lacks_the_base_is_given_all_of_what_was_published(changing: Site) -
     newest = changing.nudge(2)
     assert changing.trainer.send_weights(deadline_s=30).kind == "delta"
     assert same(copy_of(changing.served), newest)
+
+
+@pytest.mark.parametrize("version", [3.0, "7", 2**62 + 1])
+def test_a_number_that_no_version_has_is_refused_and_the_next_version_is_taken(version: Any, tmp_path: Any) -> None:
+    here = Site("tcp", tmp_path)
+    here.client.open.set()
+    try:
+        with pytest.raises(InvalidInput, match="version"):
+            here.trainer.send_weights(version, deadline_s=30)
+        assert here.trainer.send_weights(np.int64(5), deadline_s=30).version == 5
+        assert here.trainer.send_weights(deadline_s=30).version == 6
+    finally:
+        here.trainer.shutdown()
+        here.engine.shutdown()
+
+
+def test_a_program_that_ends_waits_for_what_it_has_published(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child("""
+        import threading, torch
+        from transfer_queue.weights import Control, ModuleSource, Receiver, Swap
+        from transfer_queue.weights.transport import registry
+
+        receiver = Receiver(Swap(torch.nn.Linear(2, 2)))
+        engine = registry.engine("tcp")(receiver)
+        control = Control(engine, receiver)
+        update, finish = control.update_weights, control.finish_weight_update
+
+        def at_the_end(*args):
+            threading.main_thread().join()
+            update(*args)
+
+        def told(*args):
+            finish(*args)
+            print("committed", receiver.installed().version, flush=True)
+
+        control.update_weights, control.finish_weight_update = at_the_end, told
+        source = ModuleSource(torch.nn.Linear(2, 2))
+        trainer = registry.trainer("tcp").trainer_init({}, client=control, source=source)
+        trainer.publish(deadline_s=30)
+    """)
+    assert program.line() == "committed 1"

@@ -170,7 +170,9 @@ def test_a_state_of_format_1_is_read() -> None:
     box = Box()
     box.controller.restoring.replace(state, moved([1, 2, 4, 5], 0))
     box.controller.check_invariants()
-    assert content(box.controller) == content(busy().controller)
+    wanted = busy()
+    wanted.controller.tables["p"].cleared = 0  # format 1 does not say
+    assert content(box.controller) == content(wanted.controller)
 
 
 def test_tags_that_name_versions_count_as_before() -> None:

@@ -238,6 +238,38 @@ def test_an_empty_partition_can_be_cleared(box: Box) -> None:
     assert box.partitions() == []
 
 
+def test_a_partition_that_is_to_get_more_rows_outlives_its_last_key(box: Box) -> None:
+    box.handle(m.SetPartition(1, "p", 4, {"step": 7}))
+    box.clear(["nobody"])
+    box.put(["a", "b"])
+    box.fetch(1)
+    box.clear(["a", "b"])
+    assert box.partitions() == ["p"]
+    assert box.handle(m.GetPartition(1, "p")).metadata == {"step": 7}
+    assert box.lend(2, until_done=True, batch_index=1, wait_s=60, ticket="more") is None
+    box.put(["c", "d"])
+    assert box.answers() == [("more", [2, 3])]
+    box.clear(["c", "d"])
+    assert box.partitions() == []
+
+
+def test_a_partition_that_is_to_get_more_rows_with_a_field_outlives_its_last_key(box: Box) -> None:
+    box.handle(m.SetPartition(1, "p", None, {}, {"a": 2}))
+    box.put(["a"])
+    box.clear(["a"])
+    assert box.partitions() == ["p"]
+    box.put(["b"])
+    box.clear(["b"])
+    assert box.partitions() == []
+
+
+def test_a_request_of_an_earlier_release_clears_a_partition_with_its_last_key(box: Box) -> None:
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    box.put(["a"])
+    box.handle(m.Clear(1, "p", ["a"], None))
+    assert box.partitions() == []
+
+
 def test_clearing_unknown_rows_keys_or_partitions_does_nothing(box: Box) -> None:
     box.put(["a"])
     for rows in ([99], ["zz"], []):

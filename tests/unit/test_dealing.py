@@ -438,3 +438,43 @@ def test_what_cannot_be_a_share_is_refused_at_once(bad: dict[str, Any]) -> None:
 def test_a_share_without_a_rank_is_refused() -> None:
     with pytest.raises(MissingParameter):
         Box().fetch(1, dp_size=2)
+
+
+def test_ranks_that_clear_what_they_used_come_to_an_end() -> None:
+    box = Ranks(2, 2)
+    box.handle(m.SetPartition(1, "p", 6, {}))
+    box.put(6)
+    assert [box.ask(rank, 0, until_done=True)[1] for rank in (0, 1)] == [[0, 1], [2, 3]]
+    box.clear([0, 1]), box.clear([2, 3])
+    assert [box.ask(rank, 1, until_done=True)[1] for rank in (0, 1)] == [[4], [5]]
+    box.clear([4]), box.clear([5])
+    assert [box.ask(rank, 2, until_done=True) for rank in (0, 1)] == ["done", "done"]
+
+
+def test_ranks_of_a_partition_of_no_rows_are_done_at_once() -> None:
+    box = Ranks(2, 2, reserved_rows=1)
+    box.handle(m.SetPartition(1, "p", 0, {}))
+    assert [box.ask(rank, 0, until_done=True) for rank in (0, 1)] == ["done", "done"]
+
+
+def test_ranks_that_begin_after_all_was_cleared_wait_for_the_next_rows() -> None:
+    box = Ranks(2, 1)
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    box.put(2)
+    assert [box.use(rank, 0, until_done=True) for rank in (0, 1)] == [[0], [1]]
+    assert [box.ask(rank, 1, until_done=True) for rank in (0, 1)] == ["done", "done"]
+    box.end_session(b"0"), box.end_session(b"1")
+    box.clear([0, 1])
+    assert [box.ask(rank, 0, until_done=True, ticket=b"%d" % rank) for rank in (0, 1)] == [None, None]
+    box.put(2)
+    assert sorted(box.answers()) == [(b"0", [2]), (b"1", [3])]
+
+
+@pytest.mark.parametrize("dp_size", [0, 1])
+def test_last_rows_that_are_no_whole_groups_are_named(dp_size: int) -> None:
+    box = Ranks(dp_size, 8, sampler=GRPOGroupNSampler(4))
+    box.handle(m.SetPartition(1, "p", 10, {}))
+    box.put(10)
+    assert box.use(0, 0, until_done=True) == list(range(8))
+    with pytest.raises(InvalidInput, match=r"2 rows are left of partition 'p'.*n_samples_per_prompt 4"):
+        box.ask(0, 1, until_done=True)

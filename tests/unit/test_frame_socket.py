@@ -105,3 +105,11 @@ def test_a_payload_that_was_announced_takes_memory_as_it_comes(ends: tuple[socke
     with pytest.raises(DeadlineExceeded):
         ours.receive(0.1, at_most(256 * NBYTES))
     assert resident() - before < 64 * NBYTES
+
+
+def test_an_answer_that_stalls_is_not_waited_for_until_its_deadline(ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = p.stream_over(ends[0], p.decode_server, "the other end"), ends[1]
+    theirs.sendall(frame(SENT, NBYTES) + b"the first bytes")
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+        ours.receive(3600.0, at_most(NBYTES), stall_s=0.01)
+    ours.close()

@@ -162,6 +162,13 @@ def test_a_damaged_file_is_an_error_of_this_package() -> None:
         get(block, "x")
 
 
+def test_an_image_above_the_limit_of_its_reader_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = put({"x": [Image.open(io.BytesIO(encoded("PNG")))]}, 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UnsupportedValue, match="MAX_IMAGE_PIXELS"):
+        get(block, "x")
+
+
 @pytest.fixture
 def part(shared: tq.TransferQueueClient) -> Iterator[str]:
     yield "images"

@@ -12,7 +12,7 @@ import pytest
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported, StoreFull
 from transfer_queue.server.journal import files
 from transfer_queue.server.journal import payloads as payloads_module
-from transfer_queue.server.journal.files import FrameFile, claim, framed, numbers
+from transfer_queue.server.journal.files import FrameFile, claim, framed, lock_id, numbers
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
 
@@ -244,6 +244,19 @@ def test_blocks_that_overlap_or_have_no_file_are_refused(payloads: Payloads, tmp
         Payloads(tmp_path, [place, place])
     with pytest.raises(JournalCorrupt, match="blocks-00000003 is missing"):
         Payloads(tmp_path, [place._replace(file=3)])
+
+
+def test_no_blocks_file_is_made_in_a_directory_that_another_server_has_by_now(tmp_path: Path) -> None:
+    directory = tmp_path / "journal"
+    held = claim(directory)
+    payloads = Payloads(directory, (), lock_id(held))
+    directory.rename(tmp_path / "aside")
+    other = claim(directory)
+    with pytest.raises(StoreFull, match="another journal"):
+        payloads.take(100_000)
+    assert os.listdir(directory) == ["lock"]
+    for fd in (held, other):
+        os.close(fd)
 
 
 def test_a_block_that_no_disk_has_space_for_is_refused(payloads: Payloads) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from power_sim import let_go
+from services import commit
 from standby_sim import recorded
 
 from transfer_queue.controller import Controller
@@ -21,7 +24,9 @@ from transfer_queue.memory import memfd
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server.journal import journal as journal_module
 from transfer_queue.server.journal import log as log_module
-from transfer_queue.server.journal.files import FrameFile
+from transfer_queue.server.journal import snapshots
+from transfer_queue.server.journal.facts import JournalFact, encoded
+from transfer_queue.server.journal.files import FrameFile, claim, numbers
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_state import KeptService
 from transfer_queue.server.journal.kept_unit import KeptUnit
@@ -29,6 +34,7 @@ from transfer_queue.server.journal.log import DiskLog, LogFile
 from transfer_queue.server.journal.payloads import Payloads
 from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.storage.shm import SMALL_NBYTES
+from transfer_queue.wire import messages as m
 
 
 class Disk:
@@ -255,6 +261,155 @@ def test_an_entry_is_synced_before_its_write_returns(tmp_path: Path, monkeypatch
     file.write(0, [b"entry"])
     os.close(file.fd)
     assert done == ["write", "sync", "write", "sync"]
+
+
+# a whole journal
+
+
+class Kept:
+    """A service with a journal, in this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.service = recorded(SequentialSampler(), Recorder(), ledger=Ledger(), kind=KeptUnit)
+        controller, unit = self.service.controller, self.service.unit
+        assert isinstance(controller, Controller)
+        assert isinstance(unit, KeptUnit)
+        self.controller, self.unit = controller, unit
+        self.unit.shm.open()
+        self.journal = DiskJournal(str(directory), KeptService(controller, self.service.members), unit, lambda: None)
+        self._session = self.service.sessions.attach(b"client", local=True)
+
+    def put(self, rid: int) -> None:
+        answer = self.service.handle(commit(rid, 4), memoryview(b"abcd"), self._session, ("link", rid), 0.0)
+        assert answer is not None
+        assert isinstance(answer[0], m.Committed)
+        self.journal.settle()
+
+    async def idle(self) -> None:
+        """No snapshot is being written, and the log is on the disk."""
+        await passes(lambda: not self.journal._run.snapshots)
+        await self.journal._run.log.flush()
+
+    def rows_after_a_restart(self) -> int:
+        """Of a service that begins with what is on the disk now."""
+        with tempfile.TemporaryDirectory() as name:
+            shutil.copytree(self.directory, name, dirs_exist_ok=True)
+            again = Kept(Path(name))
+            os.close(again.journal.held)
+            again.unit.close()
+        return again.controller.num_rows
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Callable[..., None]:
+    """Runs a coroutine that gets a service with a journal, which has begun."""
+
+    def run(work: Callable[[Kept], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            one = Kept(tmp_path / "journal")
+            await one.journal.start()
+            await one.journal.complete()
+            try:
+                await work(one)
+            finally:
+                await let_go(one.journal, set())
+                one.unit.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def make_logs_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one begins with every event."""
+    for name in ("LOG_NBYTES", "MAX_LOG_NBYTES"):
+        monkeypatch.setattr(journal_module, name, 0)
+
+
+def test_a_journal_that_was_moved_away_writes_nothing_where_another_one_is(
+    kept: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(one: Kept) -> None:
+        one.directory.rename(tmp_path / "aside")
+        other = claim(one.directory)
+        make_logs_short(monkeypatch)
+        one.put(1)
+        await one.idle()
+        assert os.listdir(one.directory) == ["lock"]
+        os.close(other)
+        shutil.rmtree(one.directory)
+        (tmp_path / "aside").rename(one.directory)
+        assert one.rows_after_a_restart() == 4, "what was answered is where the journal is"
+
+    kept(work)
+
+
+def test_no_log_follows_one_whose_snapshot_failed(kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(directory: Path, number: int, *_: object) -> snapshots.SnapshotProcess:
+        pid = os.posix_spawn("/bin/false", ["false"], {})
+        return snapshots.SnapshotProcess(number, pid, os.pidfd_open(pid))
+
+    async def work(one: Kept) -> None:
+        one.put(1)
+        await one.idle()
+        monkeypatch.setattr(snapshots, "fork", fails)
+        monkeypatch.setattr(journal_module, "AGAIN_S", 0.05)
+        one.journal._begin(follows=False)
+        await one.idle()
+        assert one.journal._run.useless == [1]
+        make_logs_short(monkeypatch)
+        one.journal._run.next_s = 0.0  # it is time, and the timer comes a moment later
+        for rid in (2, 3):
+            one.put(rid)
+        await passes(lambda: 1 not in numbers(one.directory, "log"))
+        await one.idle()
+        assert one.rows_after_a_restart() == 4, "what was answered"
+
+    kept(work)
+
+
+def test_a_snapshot_whose_end_cannot_be_heard_of_is_not_written(
+    kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[int] = []
+
+    def fails(pid: int) -> int:
+        forked.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def work(one: Kept) -> None:
+        make_logs_short(monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", fails)
+            one.put(1)
+        (pid,) = forked
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        await one.idle()
+        assert one.rows_after_a_restart() == 4
+
+    kept(work)
+
+
+def test_an_event_that_cannot_be_written_down_is_in_a_snapshot(
+    kept: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(facts: list[JournalFact]) -> bytes:
+        raise RecursionError
+
+    async def work(one: Kept) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "encoded", lambda facts: fails(facts) if facts else encoded(facts))
+            one.put(1)
+        told: list[str] = []
+        assert one.journal.hold(lambda: told.append("kept"))
+        one.put(2)
+        await passes(lambda: told == ["kept"])
+        await one.idle()
+        assert one.rows_after_a_restart() == 8
+
+    kept(work)
 
 
 def test_who_takes_over_does_not_wait_for_a_block_that_the_server_before_was_writing(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tables import Box, indexes
+from tables import Box, indexes, packed
 
 from transfer_queue.controller import leases
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
@@ -120,6 +121,21 @@ def test_rows_that_are_given_back_are_offered_at_once_and_not_acknowledged_later
     assert box.consumed() == dict.fromkeys(rows, 0), "a refused ack changes nothing"
     assert box.ack(lease, rows[1:]) == 0
     assert box.ack(again) == 0
+
+
+def test_an_ack_may_leave_out_what_was_given_back() -> None:
+    box, rows = filled(4)
+    lease, _ = box.lend(4)
+    box.nack(lease, rows[:1])
+    box.release(lease, rows[1:2])
+    again, _ = box.lend(1)
+    assert box.handle(m.Ack(1, lease, packed(rows), but_returned=True)).rows == 0
+    assert box.consumed() == {rows[0]: 0, rows[1]: 0, rows[2]: 1, rows[3]: 1}
+    assert box.ack(again) == 0, "what somebody else has of it is theirs"
+    other, _ = box.lend(1)
+    box.expire(100.0)
+    with pytest.raises(LeaseExpired):
+        box.handle(m.Ack(1, other, packed(rows[1:2]), but_returned=True))
 
 
 def test_the_end_of_a_session_returns_what_only_it_holds() -> None:
@@ -303,3 +319,109 @@ def test_without_a_declared_size_too_few_rows_are_waited_for() -> None:
     box = Box()
     box.put(3)
     assert box.lend(4, wait_s=9.0, ticket="t", until_done=True) is None
+
+
+# rows that were used and cleared
+
+
+def use(box: Box, rows: Sequence[int], batch: int) -> Any:
+    """What a loop gets that has used and cleared these rows: its next rows, m.DONE, or None: it waits."""
+    box.clear(rows)
+    reply = box.lend(4, until_done=True, batch_index=batch, wait_s=60, ticket=batch)
+    return reply if reply is None else reply[1] or reply[0]
+
+
+def test_a_loop_that_clears_what_it_used_gets_the_last_rows_and_ends() -> None:
+    box = Box()
+    declared(box, 10)
+    rows = indexes(box.put(10))
+    assert box.lend(4, until_done=True, batch_index=0)[1] == rows[:4]
+    assert use(box, rows[:4], 1) == rows[4:8]
+    assert use(box, rows[4:8], 2) == rows[8:]
+    assert use(box, rows[8:], 3) == m.DONE
+
+
+def test_rows_that_nobody_used_and_somebody_cleared_are_not_waited_for() -> None:
+    box = Box()
+    declared(box, 8)
+    rows = indexes(box.put(8))
+    box.clear([3])
+    assert box.lend(4, until_done=True, batch_index=0)[1] == [0, 1, 2, 4]
+    assert use(box, [0, 1, 2, 4], 1) == rows[5:]
+
+
+def test_clearing_does_not_end_a_loop_before_all_declared_rows_were_there() -> None:
+    box = Box()
+    declared(box, 8)
+    rows = indexes(box.put(4))
+    box.lend(4, until_done=True, batch_index=0)
+    assert use(box, rows, 1) is None
+    more = indexes(box.put(4))
+    assert box.answers() == [(1, more)]
+    assert use(box, more, 2) == m.DONE
+
+
+def test_without_a_declared_size_a_loop_ends_when_what_was_there_is_cleared() -> None:
+    box, rows = filled(4)
+    box.lend(4, until_done=True, batch_index=0)
+    assert use(box, rows, 1) == m.DONE
+
+
+def test_a_loop_that_had_nothing_ends_with_those_who_cleared_the_declared_rows() -> None:
+    box = Box()
+    declared(box, 4)
+    rows = indexes(box.put(4))
+    box.lend(4, session=b"other")
+    assert box.lend(4, until_done=True, batch_index=0, wait_s=60, ticket="waits") is None
+    box.clear(rows)
+    assert box.answers() == [("waits", [])]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_partition_that_was_used_and_cleared_may_be_filled_again(says: bool) -> None:
+    box = Box()
+    declared(box, 4)
+    box.clear(indexes(box.put(4)))
+    assert box.lend(3, until_done=True, batch_index=0, wait_s=60, ticket="next round") is None
+    if says:
+        declared(box, 4)
+    assert box.answers() == []
+    rows = indexes(box.put(2))
+    assert box.lend(3, until_done=True, batch_index=1, wait_s=60, ticket="rest") is None
+    assert box.answers() == [], "two of four rows are no rest of a round"
+    rows += indexes(box.put(2))
+    assert box.answers() == [("next round", rows[:3])]
+    box.ack(1)
+    assert box.answers() == [("rest", rows[3:])]
+
+
+def test_rows_that_come_before_those_of_the_last_round_are_cleared_are_of_the_next() -> None:
+    box = Box()
+    declared(box, 4)
+    rows = indexes(box.put(4))
+    box.fetch(4)
+    more = indexes(box.put(1))
+    box.clear(rows)
+    assert box.lend(2, until_done=True, batch_index=0, wait_s=60, ticket="waits") is None
+    more += indexes(box.put(3))
+    assert box.answers() == [("waits", more[:2])]
+
+
+def test_rows_that_reached_nobody_never_were_there() -> None:
+    box = Box()
+    declared(box, 2)
+    box.insert(2)
+    box.controller.take_back(b"session", 1)
+    assert box.lend(1, until_done=True, batch_index=1, wait_s=60, ticket="waits") is None
+    assert box.put(1) is not None
+    assert box.lend(2, until_done=True, batch_index=1, wait_s=60, ticket="still") is None
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_partition_of_no_rows_is_over_at_once(rows: int) -> None:
+    box = Box(reserved_rows=1)
+    declared(box, rows)
+    if rows:
+        box.clear(indexes(box.put(rows)))
+        declared(box, 0)
+    assert box.lend(4, until_done=True, batch_index=0, wait_s=60) == (m.DONE, [])

@@ -84,6 +84,7 @@ def test_who_waits_is_shown_with_what_it_lacks() -> None:
     assert waits["get_meta"].left_s == 45.0
     assert "'reward' written on none" in waits["get_meta"].lacks
     assert "4 rows that may be there" in waits["put"].lacks
+    assert (waits["get_meta"].fields, waits["put"].fields) == (["x", "reward"], [])
     assert [len(overview(box, most).waits) for most in (0, 1, 9)] == [0, 1, 2]
 
 

@@ -8,21 +8,29 @@ import numpy as np
 import pytest
 import torch
 
+from transfer_queue.codec.slices import Slice
+from transfer_queue.page.journey import image_of
 from transfer_queue.page.previews import preview
 from transfer_queue.page.printable import ident, printable
 from transfer_queue.page.rates import RateWindow
 from transfer_queue.page.waits import short
 from transfer_queue.schema import FieldSchema
-from transfer_queue.wire.messages.overview import PartitionOverview, TaskOverview, ViewOverview, WaitOverview
+from transfer_queue.wire.messages.overview import (
+    PartitionOverview,
+    RowInspected,
+    TaskOverview,
+    ViewOverview,
+    WaitOverview,
+)
 
 
 def wait(call: str = "get_meta", partition: str = "p", task: str = "actor") -> WaitOverview:
-    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "")
+    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "", ["prompt", "reward"] if call == "get_meta" else [])
 
 
 def partition(rows: int, declared: int | None = None, **written: int) -> dict[str, PartitionOverview]:
     fields = [FieldSchema(name, "dense", "float32", ()) for name in written]
-    view = ViewOverview(["prompt", "reward"], 0, None)
+    view = ViewOverview(["prompt", "critic_value"], 0, None)  # the task asked for that before
     task = TaskOverview("actor", 0, 0, 0, 0, 0, None, 0, [view])
     return {"p": PartitionOverview("p", rows, declared, {}, fields, list(written.values()), [task], 0)}
 
@@ -90,6 +98,28 @@ def test_names_are_cut_and_written_out() -> None:
     assert printable("a\x1b[0m\u202eb") == "a\\x1b[0m\\u202eb"
     assert printable("x" * 121) == "x" * 120 + "… (121 characters)"
     assert len({ident("a"), ident("b"), ident("a" * 10_000)}) == 3
+
+
+class Reads:
+    """As much of a client as an image needs. `asked` are the rows along the first dimension that were read."""
+
+    def __init__(self, *shape: int) -> None:
+        self.field = FieldSchema("x", "ragged", "uint8", shape)
+        self.asked: list[int | None] = []
+
+    def inspect_row(self, *_: Any) -> RowInspected:
+        return RowInspected(0, 0, None, {}, [self.field], [], None, None, [], [])
+
+    def get_data(self, _: Any, slices: dict[str, Slice] | None) -> dict[str, list[torch.Tensor]]:
+        self.asked.append(None if slices is None else slices["x"].stop)
+        return {"x": [torch.zeros(1)]}
+
+
+@pytest.mark.parametrize(("shape", "asked"), [((-1, 1 << 20), [64]), ((-1, 4), [1 << 20]), ((-1, 1 << 27), [])])
+def test_of_long_rows_of_any_length_a_beginning_of_bounded_size_is_read(shape: Any, asked: list[int]) -> None:
+    reads = Reads(*shape)
+    assert image_of(reads, "p", 0, ident("x")) is None  # type: ignore[arg-type]
+    assert reads.asked == asked
 
 
 def test_rates_count_what_came_and_not_what_was_cleared() -> None:

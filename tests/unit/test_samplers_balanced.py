@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import Box
+from tables import Box, reloaded
 
 import transfer_queue as tq
+from transfer_queue.controller import Controller
+from transfer_queue.controller.facts import SamplerIs
+from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.recovery import Recovery
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import InvalidInput, LeaseExpired
 from transfer_queue.sampler import SeqlenBalancedSampler, from_spec, resolve
 from transfer_queue.sampler.seqlen_balanced_sampler import get_seqlen_balanced_partitions, karmarkar_karp
@@ -347,6 +352,35 @@ def test_every_rank_has_a_lease_of_its_own_share() -> None:
     box.ack(second)
     assert [row for row, consumed in box.consumed().items() if consumed] == sorted(other)
     assert sorted(box.lend(2, 10.0, dp_rank=0, batch_index=0)[1]) == sorted(mine), "offered again"
+
+
+def test_a_share_that_was_not_fetched_before_a_load_comes_on_a_lease_after_it() -> None:
+    box = balanced()
+    box.put(4)
+    mine = box.fetch(2, dp_rank=0, batch_index=0)
+    fresh = reloaded(box, SeqlenBalancedSampler(1, 2))
+    assert [row for row, consumed in fresh.consumed().items() if consumed] == mine
+    lease, other = fresh.lend(2, 10.0, dp_rank=1, batch_index=0)
+    assert (lease > 0, sorted(mine + other)) == (True, [0, 1, 2, 3])
+    fresh.release(lease)
+    assert fresh.lend(2, 10.0, dp_rank=1, batch_index=0)[1] == other
+
+
+def test_a_share_that_was_not_fetched_before_a_crash_comes_on_a_lease_after_it() -> None:
+    ledger, kept = Ledger(), Controller(SeqlenBalancedSampler(1, 2), ledger=Ledger())
+    box = balanced()
+    box.controller = Controller(SeqlenBalancedSampler(1, 2), None, 0, ledger=ledger)
+    state, blocks = exported(box.controller.state)
+    box.put(4)
+    mine = box.fetch(2, dp_rank=0, batch_index=0)
+    recovery = Recovery(kept, state, blocks, reserved_rows=0)
+    for fact in [*ledger.take(), SamplerIs(box.controller.state.sampler.save_checkpoint())]:
+        recovery.apply(fact)
+    recovery.finish()
+    box.controller = kept
+    assert [row for row, consumed in box.consumed().items() if consumed] == mine
+    lease, other = box.lend(2, 10.0, dp_rank=1, batch_index=0)
+    assert (lease > 0, sorted(mine + other)) == (True, [0, 1, 2, 3])
 
 
 def test_a_cleared_row_leaves_other_batches_and_partitions_alone() -> None:

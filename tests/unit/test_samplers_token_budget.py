@@ -17,6 +17,7 @@ from test_samplers_balanced import View, view_of
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput, MissingParameter
 from transfer_queue.sampler import GRPOGroupNSampler, StreamingTokenBudgetSampler, resolve
+from transfer_queue.wire import messages as m
 
 TERMS = {"task_name": "t", "partition_id": "p"}
 
@@ -61,15 +62,53 @@ def test_a_round_has_as_many_rows_for_each_rank_and_about_as_many_tokens() -> No
     assert [sum([9, 1, 8, 2, 7, 3, 6, 4][row] for row in share) for share in shares] == [20, 20]
 
 
-def test_an_empty_answer_is_remembered_only_when_all_rows_are_written() -> None:
+@pytest.mark.parametrize("done", [False, True])
+def test_an_empty_answer_is_not_remembered(done: bool) -> None:
     sampler, view = StreamingTokenBudgetSampler(), view_of([5, 5, 5])
-    assert ask(sampler, [], view) == []
+    assert ask(sampler, [], view, done=done) == []
     assert not sampler.has_cached_result("p", "t", {"dp_rank": 0, "batch_index": 0})
+    assert ask(sampler, [0], view, done=done) == [0]
+
+
+def test_an_empty_answer_that_a_checkpoint_of_before_remembers_is_asked_for_again() -> None:
+    sampler, view = StreamingTokenBudgetSampler(), view_of([5])
+    state = {"p": {"t": {0: {0: ([], [])}, 1: {0: ([7], [7])}}}}
+    sampler.load_checkpoint({"_states": state, "_buckets": {}, "_resolved_lengths": {}})
     assert ask(sampler, [0], view) == [0]
-    assert ask(sampler, [], view, rank=1) == []
-    assert ask(sampler, [], view, rank=1, done=True) == []
-    assert ask(sampler, [1, 2], view, rank=1) == [], "that batch is over for this rank"
-    assert ask(sampler, [1, 2], view, rank=1, batch=1) != []
+    assert ask(sampler, [], view, rank=1) == [7]
+
+
+def test_a_rank_that_found_no_rows_gets_those_that_come_later() -> None:
+    box = Box(StreamingTokenBudgetSampler())
+    terms = {"token_budget": 40, "dp_size": 2, "batch_index": 0}
+    first = indexes(box.put(1, tags=[{"total_lengths": 10}]))
+    assert box.lend(1, dp_rank=0, **terms)[1] == first
+    assert box.lend(1, dp_rank=1, wait_s=60, ticket="late", **terms) is None
+    more = indexes(box.put(2, tags=[{"total_lengths": 10}] * 2))
+    ((ticket, late),) = box.answers()
+    assert (ticket, len(late), late[0] in more) == ("late", 1, True)
+
+
+def test_a_rank_that_found_no_rows_gets_those_that_come_back_from_another() -> None:
+    box = Box(StreamingTokenBudgetSampler())
+    rows = indexes(box.put(2, tags=[{"total_lengths": 10}] * 2))
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    terms = {"token_budget": 10, "dp_size": 2}
+    leases = [box.lend(1, dp_rank=rank, batch_index=0, **terms) for rank in range(2)]
+    assert sorted(leases[0][1] + leases[1][1]) == rows
+    assert box.lend(1, dp_rank=0, batch_index=1, wait_s=60, ticket="later", **terms) is None
+    box.release(leases[1][0])
+    assert box.answers() == [("later", leases[1][1])]
+
+
+def test_groups_stay_whole_in_a_partition_of_which_nobody_knows_how_many_rows_come() -> None:
+    box = Box(StreamingTokenBudgetSampler(2))
+    rows = indexes(box.put(1, tags=[{"total_lengths": 4}]))
+    terms = {"token_budget": 100, "dp_rank": 0, "dp_size": 2, "batch_index": 0}
+    assert box.fetch(1, wait_s=60, ticket="whole", **terms) is None
+    rows += indexes(box.put(1, tags=[{"total_lengths": 4}]))
+    found = [row for _, some in box.answers() for row in some]
+    assert sorted(found + box.fetch(1, **{**terms, "dp_rank": 1})) == rows
 
 
 def test_a_row_without_a_length_counts_as_a_whole_budget(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,6 +219,7 @@ def test_every_row_is_handed_out_once_within_the_budget(lengths: list[int], size
 def test_the_controller_says_when_all_rows_are_written() -> None:
     box = Box(StreamingTokenBudgetSampler(2))
     rows = indexes(box.put(3, tags=[{"total_lengths": 4}] * 3))
+    box.handle(m.SetPartition(1, "p", 3, {}))
     box.insert(1)
     terms = {"token_budget": 100, "dp_rank": 0, "dp_size": 1}
     assert box.fetch(1, batch_index=0, empty=True, **terms) == rows[:2]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from services import commit
 
 from transfer_queue.controller import Controller
+from transfer_queue.errors import StoreFull
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.server import sessions
 from transfer_queue.server.service import Service
-from transfer_queue.server.sessions import GRACE_S, ServerSession
-from transfer_queue.storage.blocks import Unit
+from transfer_queue.server.sessions import ServerSession
+from transfer_queue.storage.blocks import Block, Unit
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.handshake import GRACE_S
 
 
 @pytest.fixture
@@ -74,6 +79,22 @@ def test_replies_are_forgotten_with_their_session(service: Service) -> None:
     again = service.sessions.attach(b"client", local=True)
     send(service, again, commit(1, 4), b"abcd")
     assert service.controller.num_rows == 8
+
+
+def test_refills_whose_request_was_cancelled_are_asked_for_anew(service: Service) -> None:
+    session, other = service.sessions.attach(b"client", local=True), service.sessions.attach(b"other", local=True)
+    send(service, session, m.OpenPool(1, "p", GroupPolicy(), None))
+    send(service, session, m.OpenGroup(2, "p", "g", 1, 1, "", {}, None, None, False))
+    for rid in range(3, 6):
+        claimed = send(service, session, m.ClaimSlots(2 * rid, "p", 1, None, 0.0))
+        assert isinstance(claimed, m.SlotsClaimed)
+        attempts = [m.Attempt(one.group, one.slot, one.attempt) for one in claimed.slots]
+        send(service, session, m.FailSlots(2 * rid + 1, "p", attempts, "infra"))
+    taken = m.TakeRefills(20, "p", 1, 0.0)
+    assert isinstance(send(service, session, taken), m.Counted)
+    service.notify(m.Cancel(20), session)
+    assert isinstance(send(service, other, m.TakeRefills(1, "p", 1, 0.0)), m.Counted)
+    assert isinstance(send(service, session, taken), m.Failed), "somebody else has them"
 
 
 def test_a_session_of_another_host_outlives_its_connections_for_a_while(service: Service) -> None:
@@ -137,3 +158,41 @@ def test_a_lease_of_rows_that_a_dead_client_had_begins_when_it_died(service: Ser
     service.detach(one, set(), 300.0)
     (lease,) = service.controller.state.fetching.leases.listed(None)
     assert lease.left_s == 310.0, "it is said when it ends"
+
+
+class FullDisk:
+    """A journal whose disk has no space."""
+
+    def has(self, block: Block) -> bool:
+        return True
+
+    async def keep(self, block: Block, wait_s: float) -> None: ...
+
+    def copied(self, block: int, copy: int) -> None: ...
+
+    def hold(self, send: Callable[[], None]) -> bool:
+        return False
+
+    def check_room(self) -> None:
+        raise StoreFull("the disk is full")
+
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_commit_that_may_have_been_carried_out_is_asked_again_though_the_disk_is_full(service: Service) -> None:
+    session = service.sessions.attach(b"client", local=True)
+    held = send(service, session, m.Allocate(1, 1 << 17, False, 0.0))
+    assert isinstance(held, m.Allocated)
+    block = service.unit.block(held.block)
+    assert block is not None
+    service.journal = FullDisk()
+    refused = send(service, session, commit(2, 4), b"abcd")
+    assert isinstance(refused, m.Failed)
+    assert refused.code == StoreFull.code
+    service.pending.hold(("link", 3), (session.ident, 3), [(block, b"layout")])
+    service.pending.lose_connections(were_passed_on=True)
+    again = msgspec.structs.replace(commit(3, 4), block=block.number)
+    assert isinstance(send(service, session, again), m.Committed)
+    service.pending.remember((session.ident, 4), 0)
+    assert isinstance(send(service, session, commit(4, 4)), m.Committed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from standby_sim import recorded
 
 from transfer_queue.controller import Controller
 from transfer_queue.errors import ProtocolError
@@ -15,6 +17,7 @@ from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
 from transfer_queue.server.standby import records as r
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
+from transfer_queue.server.standby.keeper import StandbyKeeper
 from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingRegistry, RecordingUnit
 from transfer_queue.wire import messages as m
 
@@ -110,3 +113,24 @@ def test_what_was_refused_is_not_in_it(ask: Callable[[Recorder], Any]) -> None:
     recorder.settle()
     assert list(journal.records()) == []
     recorder.begin(None)
+
+
+def test_a_standby_whose_end_cannot_be_heard_of_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked: list[int] = []
+
+    def fails(pid: int) -> int:
+        forked.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def take_over() -> NoReturn:
+        os._exit(1)
+
+    recorder = Recorder()
+    service = recorded(SequentialSampler(), recorder)
+    monkeypatch.setattr(os, "pidfd_open", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        StandbyKeeper(service, recorder, lambda: (), take_over)._fork(Journal())
+    (pid,) = forked
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    service.unit.close()

@@ -101,6 +101,17 @@ def test_flows_are_evenly_chosen_among_the_rows_that_were_read(folder: Path) -> 
     assert joined(folder, max_flows=0).flows == {}
 
 
+def test_rows_are_chosen_among_billions_without_being_listed(folder: Path) -> None:
+    many = 1 << 30
+    write(
+        folder, header(), span("put", 0, 10, [0, many]), span("put", 10, 10, [many // 2, many]),
+        span("get", 20, 10, [7, 1, 100, many, 100, 50]),
+    )  # fmt: skip
+    assert joined(folder, max_flows=3).ways() == {
+        "row 7": ["put", "get"], f"row {99 + many // 2}": ["put", "put", "get"], f"row {99 + many}": ["put", "get"],
+    }  # fmt: skip
+
+
 def test_a_get_that_began_before_the_put_comes_after_it(folder: Path) -> None:
     write(folder, header("a", 1), span("get", 0, 1000, [0, 1]))
     write(folder, header("b", 2), span("put", 900, 300, [0, 1]))

@@ -125,3 +125,28 @@ def test_where_no_room_is_made_the_deadline_says_why(
     monkeypatch.setattr(crowded, "num_before", 1000)
     with pytest.raises(DeadlineExceeded, match="as many as it may"):
         fetched(num_streams, 0.5)
+
+
+@pytest.mark.parametrize(("num_sources", "may_be_slow"), [(1, True), (2, False)])
+def test_a_bucket_that_nobody_else_has_may_come_slowly_as_long_as_something_comes(
+    num_sources: int, may_be_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, float]] = []
+
+    class Noting:
+        def __init__(self, *_: Any) -> None: ...
+
+        def ask(self, message: Any, timeout_s: float, into: Any, body: Any, stall_s: float) -> bytes:
+            asked.append((timeout_s, stall_s))
+            return bytes(16)
+
+        def interrupt(self) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(fetching, "Peer", Noting)
+    manifest = seal(plan(SOURCE.specs(), 16), digests(SOURCE), version=1, epoch="e")
+    sources = [Source(Address("", host="there", port=port)) for port in range(1, num_sources + 1)]
+    fetch(manifest, [0], sources, lambda *_, **more: None, Deadline(3600), 5.0)
+    ((timeout_s, stall_s),) = asked
+    assert stall_s == 5.0
+    assert (timeout_s > 60) == may_be_slow

@@ -12,6 +12,7 @@ from conftest import until
 from transfer_queue.errors import Aborted, DeadlineExceeded, GenerationPaused, InvalidInput, UnknownMode
 from transfer_queue.weights import Gate
 from transfer_queue.weights.receive.gate import Mode
+from transfer_queue.weights.receive.pauses import Pauses
 
 ROOM_S = 20.0
 
@@ -110,6 +111,24 @@ def test_a_resume_overtakes_a_pause_that_waits(threads: ThreadPoolExecutor) -> N
             pause.result(ROOM_S)
         assert not gate.is_paused()
         assert not refused(gate)
+
+
+def test_a_pause_that_waits_outlasts_pauses_of_other_owners(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    pauses = Pauses(gate, ROOM_S)
+    with gate.request("a") as request:
+        call: Future[None] = threads.submit(pauses.pause, "wait", True, "", None)
+        for run in ("trainer", "another", "trainer"):
+            until(lambda: refused(gate), "the pause")
+            pauses.pause("keep", True, run, None)
+            pauses.resume(run)
+            with request.step(ROOM_S):
+                pass
+        assert not call.done()
+    call.result(ROOM_S)
+    assert gate.is_paused()
+    pauses.resume("")
+    assert not refused(gate)
 
 
 def refused(gate: Gate) -> bool:

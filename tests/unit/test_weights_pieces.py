@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.fetching import Source, fetch
+from transfer_queue.weights.transport.wants import Specs, WantsReport, WantTables
 from transfer_queue.weights.version.boxes import MAX_TAKERS, Box, common, whole, within
 from transfer_queue.weights.version.manifest import COLUMNS, FORMAT, PIECES, Manifest
 from transfer_queue.weights.version.packing import digests, plan
@@ -480,3 +482,37 @@ def test_a_bucket_that_no_source_has_is_not_waited_for() -> None:
     sources = [Source(Address(host="127.0.0.1", port=1), 0)]
     with pytest.raises(Incomplete, match="rank 1"):
         fetch(manifest, [0, 1], sources, lambda *_, **__: None, Deadline(30))
+
+
+def noted(tables: WantTables, who: str, rank: int, wants: Wants) -> None:
+    found = {name: tuple(boxes) for name, boxes in wants.items()}
+    tables.note(msgspec.json.encode(WantsReport(who, rank, tables.key, found)))
+
+
+@pytest.mark.parametrize(("num_workers", "most"), [(32, 1), (2 * MAX_TAKERS, 2)])
+def test_each_of_many_workers_fetches_its_own_part(num_workers: int, most: int) -> None:
+    """Beyond as many as there are takers, that of a neighbour too."""
+    experts = {f"experts.{n:03}": torch.zeros(64) for n in range(num_workers)}
+    source = StateDictSource(experts)
+    tables = WantTables(Specs.of(source.specs(), {}))
+    wants = [{name: (whole((64,)),)} for name in experts]
+    for rank, mine in enumerate(wants):
+        noted(tables, f"server {rank // 8}", rank, mine)
+    manifest, _ = published(experts, [shards_of(source.specs())], list(tables.tables().values()), 1 << 20)
+    fetched = [sum(manifest.buckets[one] for one in wanted_buckets(manifest, mine)) for mine in wants]
+    assert max(fetched) <= most * 64 * 4
+
+
+def test_servers_that_are_started_anew_again_and_again_cost_a_trainer_no_memory() -> None:
+    source = StateDictSource({f"layers.{n}.weight": torch.zeros(4) for n in range(2000)})
+    tables = WantTables(Specs.of(source.specs(), {}))
+    wants = {meta.name: (Box((0,), (2,)),) for meta in source.specs()}
+    tracemalloc.start()
+    try:
+        noted(tables, "life 0", 0, wants)
+        one = tracemalloc.get_traced_memory()[0]
+        for life in range(1, 10):
+            noted(tables, f"life {life}", 0, wants)
+        assert tracemalloc.get_traced_memory()[0] < 2 * one
+    finally:
+        tracemalloc.stop()

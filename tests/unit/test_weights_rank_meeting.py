@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from conftest import until
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
+from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
+from transfer_queue.weights.transport import group_meeting, registry
+from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
 from transfer_queue.weights.transport.protocol import RankMessage
 from transfer_queue.weights.transport.ranks import RankMeeting
 
@@ -37,3 +47,129 @@ def test_a_rank_that_waits_for_an_update_hears_that_rank_0_has_left() -> None:
     assert closing.ended(ROOM_S)
     with pytest.raises(ServiceUnavailable, match="rank 0 has left"):
         bringing.outcome()
+
+
+class Offering:
+    """Rank 1 of two, that has come again while rank 0 is still in the update with its first offer."""
+
+    def __init__(self) -> None:
+        self.meeting, self._visit = RankMeeting(2), object()
+        self.meeting.begin()
+        first = self._bring()
+        assert self.meeting.gather("offer", Deadline(ROOM_S)) == [b"mine"]
+        self.meeting.answer([b"planned"])
+        assert first.ended(ROOM_S)
+        assert first.outcome() == b"planned"
+        self.again = self._bring()
+
+    def _bring(self) -> BackgroundCall[bytes]:
+        message = RankMessage(1, "offer", "", ROOM_S)
+        made = BackgroundCall("tq-test", self.meeting.bring, message, b"mine", self._visit)
+        until(lambda: 1 in self.meeting._brought, "the offer")
+        return made
+
+    def taken(self) -> bytes:
+        """What its second offer is told in the next update."""
+        self.meeting.begin()
+        self.meeting.gather("offer", Deadline(ROOM_S))
+        self.meeting.answer([b"planned again"])
+        assert self.again.ended(ROOM_S)
+        return self.again.outcome()
+
+
+def test_a_rank_that_has_come_again_does_not_hear_why_its_update_before_has_failed() -> None:
+    offering = Offering()
+    offering.meeting.end(InvalidInput("rank 1: the first try"))
+    assert offering.taken() == b"planned again"
+
+
+def test_an_update_ends_by_the_earliest_deadline_of_its_ranks() -> None:
+    meeting, deadline = RankMeeting(2), Deadline(2 * ROOM_S)
+    meeting.begin()
+    offer = RankMessage(1, "offer", "", ROOM_S)
+    bringing = BackgroundCall("tq-test", meeting.bring, offer, b"mine", object())
+    meeting.gather("offer", deadline)
+    assert deadline.left() < ROOM_S
+    meeting.close(0.0)
+    assert bringing.ended(ROOM_S)
+
+
+def test_the_report_of_an_update_is_no_answer_to_the_offer_for_the_next_one() -> None:
+    offering = Offering()
+    offering.meeting.answer([b"the report"])
+    offering.meeting.end()
+    assert offering.taken() == b"planned again"
+
+
+class Cut(Control):
+    """A server of two parameters. `cut` is called while it commits."""
+
+    cut: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.module = torch.nn.ParameterDict({name: torch.zeros(4) for name in ("a", "b")})
+        receiver = Receiver(Swap(self.module))
+        self.engine = registry.engine("tcp")(receiver)
+        super().__init__(self.engine, receiver)
+
+    def finish_weight_update(self, *args: Any) -> Any:
+        self.cut()
+        return super().finish_weight_update(*args)
+
+
+@pytest.mark.parametrize("anchor_every", [1, 9])
+def test_a_rank_that_loses_rank_0_in_the_commit_gives_the_version_to_late_servers(anchor_every: int) -> None:
+    server, late, weights = Cut(), Cut(), [torch.ones(4), torch.ones(4)]
+    told = {"world": 2, "anchor_every": anchor_every}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    told |= {"meet": f"tcp:127.0.0.1:{port}", "token": "only for this test"}
+    source = StateDictSource({"a": weights[0]})
+    trainer = registry.trainer("tcp").trainer_init({**told, "port": port}, client=server, source=source)
+    source = StateDictSource({"b": weights[1]})
+    holder = registry.trainer("tcp").trainer_init({**told, "rank": 1}, client=None, source=source)
+
+    def send() -> BackgroundCall[Any]:
+        holding = BackgroundCall("tq-test", lambda: holder.send_weights(deadline_s=ROOM_S))
+        trainer.send_weights(deadline_s=ROOM_S)
+        assert holding.ended(ROOM_S)
+        return holding
+
+    try:
+        server.cut = lambda: holder._link._peer.interrupt()
+        with pytest.raises(ServiceUnavailable):
+            send().outcome()
+        assert trainer.join(late, deadline_s=ROOM_S) == 1
+        assert late.module["b"].tolist() == [1.0] * 4
+        server.cut = Cut.cut
+        weights[1][0] = 2.0
+        for version in (2, 3):
+            assert send().outcome().version == version
+        assert server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+    finally:
+        for one in (trainer, holder, server.engine, late.engine):
+            one.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_time(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    thawed = threading.Event()
+
+    class Frozen:
+        def add(self, *_: Any) -> int:
+            assert thawed.wait(2 * ROOM_S)
+            raise RuntimeError("its host is gone")
+
+    monkeypatch.setattr(group_meeting, "check_group", lambda *_: None)
+    monkeypatch.setattr(group_meeting, "_group_store", Frozen)
+    meeting = GroupMeeting(rank, 2)
+    call = BackgroundCall(
+        "tq-test", lambda: meeting.find(0.01) if rank else meeting.tell(MeetingPlace("here"), Deadline(0.01))
+    )
+    try:
+        assert call.ended(ROOM_S)
+        with pytest.raises(DeadlineExceeded):
+            call.outcome()
+    finally:
+        thawed.set()
+        until(lambda: not any(one.name == "tq-weights-call" for one in threading.enumerate()), "the end of its thread")

@@ -11,11 +11,13 @@ import pytest
 import torch
 from weights import Net, copy_of, drawn, same
 
-from transfer_queue.weights import InPlace, Receiver, StateDictSource, pack, plan
+from transfer_queue.errors import InvalidInput
+from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.version.packing import pack_into
+from transfer_queue.weights.version.sources import named_weights
 
 DEADLINE_S = 30.0
 ENGINES: dict[str, dict[str, Any]] = {
@@ -137,3 +139,93 @@ def test_packing_reads_in_the_callers_thread_also_what_threads_copy() -> None:
         assert_read_here(source, 2)
         assert all(torch.equal(*two) for two in zip(found, places, strict=True))
     assert [float(one[:4].view(torch.float32)) for one in found] == [0.0, 1.0, 2.0, 3.0]
+
+
+class Averaging(torch.nn.Module):
+    """Assigns its buffer in every forward pass, as most modules that have one do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(given)
+        self.average = 0.5 * self.average + 1.0
+        return found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_replaced_a_modules_tensors_is_what_is_sent(name: str, tmp_path: Path) -> None:
+    trained, served = Averaging(), Averaging()
+    engine = registry.engine(name)(Receiver(InPlace(served)))
+    folder = {"folder": str(tmp_path)} if name == "disk" else {}
+    source = ModuleSource(trained)
+    trainer = registry.trainer(name).trainer_init({**ENGINES[name], **folder}, client=Direct(engine), source=source)
+    try:
+        for _ in range(2):
+            trained.double().float()  # replaces every buffer
+            trained(torch.arange(4.0).view(2, 2))
+            trained.norm.weight = torch.nn.Parameter(trained.norm.weight + 1)
+            trainer.send_weights(deadline_s=DEADLINE_S)
+            assert same(copy_of(served), copy_of(trained))
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+def test_shards_and_parts_are_those_that_a_module_has_now() -> None:
+    module = Averaging()
+    source = ModuleSource(module)
+    source.shards()
+    module.half()
+    module.average += 3
+    assert {shard.dtype for shard in source.shards()} == {torch.float16, torch.int64}
+    assert torch.equal(dict(source.parts())["average"], module.average)
+
+
+def test_a_module_that_got_or_lost_a_tensor_is_refused() -> None:
+    module = Averaging()
+    source = ModuleSource(module)
+    module.more = torch.nn.Linear(2, 2)
+    with pytest.raises(InvalidInput, match=r"got 'more.bias'"):
+        source.specs()
+    del module.more
+    assert len(list(source.tensors())) == len(source.specs())
+    del module.average
+    with pytest.raises(InvalidInput, match="lost 'average'"):
+        source.tensors()
+
+
+def test_a_modules_tensor_of_another_shape_is_refused() -> None:
+    module = Averaging()
+    source = ModuleSource(module)
+    module.average = torch.zeros(3)
+    with pytest.raises(InvalidInput, match=r"'average' is \[3\], and was \[2\]"):
+        source.tensors()
+
+
+def test_a_tie_that_has_come_loose_is_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    source = ModuleSource(module)
+    assert source.aliases() == {"1.weight": "0.weight"}
+    module[1].weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(InvalidInput, match=r"'1.weight' was '0.weight'"):
+        source.tensors()
+
+
+def test_weights_are_what_a_state_dict_has_also_where_somebody_changes_that() -> None:
+    class Own(torch.nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            destination[prefix + "packed"] = self.weight
+
+    def without_bias(_part: Any, state: Any, prefix: str, _meta: Any) -> None:
+        del state[prefix + "bias"]
+
+    module = torch.nn.Sequential(Averaging(), Own(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    module[0].register_buffer("passing", torch.zeros(1), persistent=False)
+    module[2].register_state_dict_post_hook(without_bias)
+    found, state = named_weights(module), module.state_dict(keep_vars=True)
+    assert list(found) == list(state)
+    assert all(found[name] is state[name] for name in state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 
@@ -206,16 +208,38 @@ def test_flip_does_not_wait_for_readers_but_for_stragglers_in_the_module_to_writ
     install(receiver, full(states[1], 1))
     with receiver.reading() as old:
         assert install(receiver, full(states[2], 2)).drain_s == 0
-        with receiver.reading() as new:
-            assert (old.tag.version, new.tag.version) == (1, 2)
-            assert same(copy_of(old.module), states[1])
-            assert same(copy_of(new.module), states[2])
+        new_version, new = contextvars.Context().run(lambda: (receiver.installed().version, live(receiver)))
+        assert (old.tag.version, new_version) == (1, 2)  # another task, or thread
+        assert same(copy_of(old.module), states[1])
+        assert same(new, states[2])
         with pytest.raises(DeadlineExceeded):
             install(receiver, full(states[3], 3), timeout_s=0.05)
         assert receiver.state is State.INSTALLED
         assert receiver.installed().version == 2
     install(receiver, full(states[3], 3))
     assert same(live(receiver), states[3])
+
+
+def test_who_reads_within_reading_sees_the_same_version() -> None:
+    receiver = Receiver(target := Flip(Net(), Net()))
+    install(receiver, full(drawn(Net(), 1), 1))
+    with receiver.reading() as outer:
+        committing = threading.Thread(target=install, args=(receiver, full(drawn(Net(), 2), 2)))
+        committing.start()
+        committing.join()
+        assert target.tag.version == 2
+        with receiver.reading() as inner, receiver.reading() as innermost:
+            assert inner == outer == innermost
+        context = contextvars.copy_context()  # what a task has that is started here, and goes on
+    with receiver.reading() as after:
+        assert after.tag.version == receiver.installed().version
+    context.run(lambda: _assert_newest(receiver))
+
+
+def _assert_newest(receiver: Receiver) -> None:
+    with receiver.reading() as found:
+        assert found.tag.version == receiver.installed().version
+    install(receiver, full(drawn(Net(), 3), 3))
 
 
 def test_flip_wants_two_alike_and_apart() -> None:
@@ -253,12 +277,102 @@ def test_a_commit_waits_for_readers_until_its_deadline_and_may_be_tried_again(ma
     assert same(live(receiver), weights)
 
 
+class Counting(torch.nn.Module):
+    """Assigns its buffers in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(256))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        found: torch.Tensor = self.linear(given)
+        return found
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("mode", ["in place", "swap"])
+def test_a_buffer_that_a_forward_pass_assigns_before_the_commit_is_of_the_version(mode: str, undo: bool) -> None:
+    receiver = Receiver(MODES[mode](Counting(), **({"undo": undo} if mode == "in place" else {})))
+    for number in (1, 2):
+        weights = drawn(Counting(), number)
+        version = full(weights, number)
+        for index in receiver.open(version.manifest, 30):
+            receiver.stage(index, version.buckets[index])
+        receiver.verify()
+        with receiver.reading() as found:
+            found.module(torch.ones(2))
+        receiver.commit()
+        assert same(live(receiver), weights)
+
+
+@pytest.mark.parametrize("mode", ["in place", "swap"])
+def test_a_buffer_of_another_shape_than_was_verified_fails_the_commit_and_nothing_changes(mode: str) -> None:
+    module = Counting()
+    receiver = Receiver(MODES[mode](module))
+    version = full(drawn(Counting(), 1), 1)
+    for index in receiver.open(version.manifest, 30):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    module.calls = torch.zeros(4)
+    before = copy_of(module)
+    with pytest.raises(CommitFailed, match="another 'calls'"):
+        receiver.commit()
+    assert same(live(receiver), before)
+    assert not receiver.installed().dirty
+
+
+def test_a_difference_to_a_buffer_that_was_replaced_fails_the_commit_and_nothing_changes() -> None:
+    receiver = Receiver(InPlace(module := Counting()))
+    old = drawn(Counting(), 1)
+    install(receiver, full(old, 1))
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["calls"][0] += 1
+    version = delta(old, new, 2, 1)
+    for index in receiver.open(version.manifest, 30):
+        receiver.stage(index, version.buckets[index])
+    receiver.verify()
+    module(torch.ones(2))
+    before = copy_of(module)
+    with pytest.raises(CommitFailed, match="replaced"):
+        receiver.commit()
+    assert same(live(receiver), before)
+    install(receiver, full(new, 2))
+    assert same(live(receiver), new)
+
+
 def test_a_thread_that_reads_cannot_commit() -> None:
     receiver = Receiver(InPlace(Net()))
     with receiver.reading(), pytest.raises(InvalidInput, match="reading"):
         install(receiver, full(drawn(Net(), 1), 1))
     assert receiver.state is State.READY
     receiver.commit()
+
+
+def test_passes_in_threads_of_an_event_loop_let_a_commit_in() -> None:
+    receiver = Receiver(Swap(Net()))
+    is_over = False
+
+    def forward() -> None:
+        with receiver.reading() as found:
+            copy_of(found.module)
+
+    async def request() -> None:
+        while not is_over:
+            await asyncio.to_thread(forward)
+
+    async def main() -> None:
+        nonlocal is_over
+        tasks = [asyncio.create_task(request()) for _ in range(4)]
+        try:
+            await asyncio.to_thread(install, receiver, full(drawn(Net(), 1), 1))
+        finally:
+            is_over = True
+            await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert receiver.installed().version == 1
 
 
 def test_readers_wait_for_a_writer_until_their_deadline() -> None:

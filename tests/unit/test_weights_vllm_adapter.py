@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, TransferQueueError, UnknownTensor
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters, path_of
+from transfer_queue.integrations.workers.headers import checkpoint_of
 from transfer_queue.integrations.workers.reloading import in_layers
 from transfer_queue.weights import StateDictSource, Swap, digests, plan, seal
 from transfer_queue.weights.transport import registry
@@ -127,6 +128,36 @@ def test_a_worker_takes_folders_below_the_root_of_its_environment(
     assert told(inside) == "not_supported"
     monkeypatch.setenv("TQ_WEIGHTS_ROOT", str(tmp_path / "root"))
     assert (told(outside), told(inside)) == ("invalid_input", "")
+
+
+def test_a_checkpoint_with_a_dtype_that_is_not_known_counts_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"scale": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
+    with caplog.at_level("INFO", logger="transfer_queue.weights"):
+        assert checkpoint_of(str(tmp_path), None) is None
+    assert "dtype C64" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this torch has no such dtype")
+def test_a_checkpoint_with_scales_that_are_powers_of_two_is_read(tmp_path: Path) -> None:
+    scales = torch.tensor([0.5, 1.0, 256.0]).to(torch.float8_e8m0fnu)
+    save_file({"scale": scales}, tmp_path / "model.safetensors")
+    found = checkpoint_of(str(tmp_path), None)
+    assert found is not None
+    assert [one.dtype for one in found.specs()] == [torch.float8_e8m0fnu]
+    assert torch.equal(dict(found.tensors())["scale"].view(torch.uint8), scales.view(torch.uint8))
+
+
+def test_a_server_that_moves_experts_between_its_workers_is_refused(tmp_path: Path) -> None:
+    from transfer_queue.integrations.vllm.model import LoadedModel
+
+    settings, source = config(tmp_path), StateDictSource(weights(2.0))
+    contents = seal(plan(source.specs(), 1 << 10), digests(source), version=1, epoch="e").contents()
+    LoadedModel(Model(), settings, lambda well, _: well).check(contents)
+    settings.parallel_config.enable_eplb = True
+    with pytest.raises(NotSupported, match="--enable-eplb"):
+        LoadedModel(Model(), settings, lambda well, _: well).check(contents)
 
 
 class Client:

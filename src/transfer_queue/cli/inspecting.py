@@ -59,6 +59,8 @@ def _begin(found: Session, partition: str, row: int, field: FieldSchema) -> str:
         return preview(_value(found, partition, row, field.name))
     except TransferQueueError as error:  # it was cleared meanwhile, or is pickled: nothing is evaluated here
         return f"not read: {harmless(str(error))}"
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # of NumPy and torch, for odd dtypes
+        return f"cannot be shown: {harmless(str(error))}"
 
 
 def _value(found: Session, partition: str, row: int, field: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,8 @@ def page(
     from transfer_queue.wire.token import token_from_file
 
     beside.check_installed()
+    for variable in beside.RECORDING:
+        os.environ.pop(variable, None)
     token = "" if token_file is None else token_from_file(str(token_file), "--token-file")
     attached(address).close()  # raises at once where there is none
     with beside.listen(host, port, token) as listener:

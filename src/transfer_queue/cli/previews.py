@@ -11,6 +11,7 @@ from transfer_queue.cli.tables import harmless
 MAX_TEXT = 200  # characters
 MAX_ITEMS = 8
 MAX_NESTED = 3
+MAX_BITS = 4096  # of an integer: Python refuses to write very long ones
 
 
 def preview(value: Any, depth: int = 0) -> str:
@@ -20,6 +21,8 @@ def preview(value: Any, depth: int = 0) -> str:
         return harmless(repr(cut)) + (f" ({len(value):,} characters)" if len(value) > MAX_TEXT else "")
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value):,} bytes {bytes(value[:16]).hex(' ')}{' …' if len(value) > 16 else ''}"
+    if type(value) is int and value.bit_length() > MAX_BITS:
+        return f"<int of {value.bit_length():,} bits>"
     if value is None or type(value) in (bool, int, float):
         return str(value)[:MAX_TEXT]
     if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -77,6 +78,8 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 def _plain(value: Any) -> Any:
     """`value` as JSON has it."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, (list, tuple)):
@@ -89,10 +92,12 @@ def _plain(value: Any) -> Any:
 
 
 def _print_csv(found: Any) -> None:
+    """In a pipe texts are as they are; on a terminal nothing in them acts on it."""
+    told = harmless if sys.stdout.isatty() else str
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(found.schema.names)
+    writer.writerow(map(told, found.schema.names))
     for row in _rows(found):
-        writer.writerow("" if value is None else _text(value) for value in row)
+        writer.writerow("" if value is None else told(_text(value)) for value in row)
 
 
 def _text(value: Any) -> str:

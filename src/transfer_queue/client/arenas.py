@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import threading
 from collections.abc import Callable
 
@@ -25,7 +24,7 @@ from transfer_queue.memory.private_map import (
     map_private,
 )
 from transfer_queue.wire.address import Address
-from transfer_queue.wire.arena_fds import NUMBER, SIZE
+from transfer_queue.wire.arena_fds import NUMBER, SIZE, received
 
 TOUCH_NBYTES = 2 << 20
 POPULATE_CHUNKS = 32  # mapped in one call: between calls the thread competes for the interpreter
@@ -105,7 +104,7 @@ class MappedArenas:
         try:
             with Address(path=self._door).connect(self._timeout_s) as visitor:
                 visitor.sendall(NUMBER.pack(number))
-                data, descriptors, _, _ = socket.recv_fds(visitor, SIZE.size, 1)
+                data, descriptors = received(visitor, SIZE.size)
         except AccessDenied:
             raise
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,8 +80,8 @@ class Operations:
         `token_budget` instead of `batch_size`, for `StreamingTokenBudgetSampler`: rows of about so many tokens.
         """
         return ops.get_meta(
-            self.session, list(data_fields), batch_size, partition_id, mode, task_name, sampling_config, timeout_s,
-            lease_s, token_budget,
+            self.session, ops.field_list(data_fields), batch_size, partition_id, mode, task_name, sampling_config,
+            timeout_s, lease_s, token_budget,
         )  # fmt: skip
 
     def take(
@@ -103,8 +104,8 @@ class Operations:
         was taken. `dense`, `pad` and `slices` as in `get_data`.
         """
         return take(
-            self.session, partition_id, list(data_fields), batch_size, task_name, lease_s, timeout_s, sampling_config,
-            dense, pad, slices,
+            self.session, partition_id, ops.field_list(data_fields), batch_size, task_name, lease_s, timeout_s,
+            sampling_config, dense, pad, slices,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:
@@ -281,7 +282,7 @@ class Operations:
 
         (None, None) when the partition or a field is unknown.
         """
-        request = m.Production(self.session.next_rid(), partition_id, list(data_fields))
+        request = m.Production(self.session.next_rid(), partition_id, ops.field_list(data_fields))
         return ops.status((yield Call(request))[0], len(set(data_fields)))
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> Operation[bool]:
@@ -290,7 +291,9 @@ class Operations:
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> Operation[bool]:
         """Whether every row has all `data_fields`, and there are as many as the partition declares."""
-        return ops.is_done((yield Call(m.Production(self.session.next_rid(), partition_id, list(data_fields))))[0])
+        return ops.is_done(
+            (yield Call(m.Production(self.session.next_rid(), partition_id, ops.field_list(data_fields))))[0]
+        )
 
     def reset_consumption(self, partition_id: str, task_name: str | None = None) -> Operation[bool]:
         """Offer every row again to one task, or to all. True, also for an unknown partition."""
@@ -433,6 +436,7 @@ class TransferQueueClient:
         self._session = session
         start_as_told()
         self._renewing = threading.Lock()
+        _clients.add(self)
 
     def initialize_storage_manager(self, manager_type: str, config: Mapping[str, Any]) -> None:
         """Does nothing: the service says where its storage is. `config` is not looked at.
@@ -527,6 +531,18 @@ class TransferQueueClient:
 
     def __repr__(self) -> str:
         return f"<TransferQueueClient of {self._session.address}{', closed' if self._session.closed else ''}>"
+
+
+_clients: weakref.WeakSet[TransferQueueClient] = weakref.WeakSet()
+
+
+def _start_over() -> None:
+    """In a forked child nobody attaches anew, whichever thread of the parent did and is not here."""
+    for client in list(_clients):
+        client._renewing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_over)
 
 
 def _session_with(info: ZMQServerInfo) -> Session:

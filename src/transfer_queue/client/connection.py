@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import ProtocolError
+from transfer_queue.errors import ProtocolError, UnsupportedValue
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
@@ -18,7 +18,25 @@ from transfer_queue.wire.blocking import MIN_WAIT_S, FrameSocket, dial, within
 log = logging.getLogger("transfer_queue")
 
 _lifting = Lifting()
-decode_reply = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
+_decode = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
+_items_of = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_number_of = msgspec.msgpack.Decoder(int).decode
+FOR_PEOPLE = (m.ServiceOverview.__name__, m.RowInspected.__name__)
+
+
+def decode_reply(header: memoryview) -> m.Message:
+    """A message of the server. One with a value that this process cannot make, such as a tag whose type is registered
+    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it. What people
+    look at has a description there (`codec.described`)."""
+    try:
+        return _decode(header)
+    except (UnsupportedValue, ProtocolError) as error:
+        kind, number = _items_of(header)[:2]
+        if type(error) is UnsupportedValue and msgspec.msgpack.decode(kind) in FOR_PEOPLE:
+            from transfer_queue.codec.described import DescribingLifting  # it brings torch, which looks do not need
+
+            return msgspec.msgpack.decode(header, type=m.ServerMessage, ext_hook=DescribingLifting()._lift)
+        return m.Failed(_number_of(number), error.code, str(error))
 
 
 class Connection:
@@ -40,6 +58,7 @@ class Connection:
         sock = dial(address, timeout_s, f"server at {address}")
         try:
             self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
+            self._frames.check_long = m.SMALL_HEADER_NBYTES, m.check_length
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
             self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:
@@ -59,7 +78,8 @@ class Connection:
     ) -> tuple[Any, memoryview]:
         """The reply and its payload, received straight into `into` when given.
 
-        Raises `DeadlineExceeded` or `ServiceUnavailable`; close the connection then.
+        Raises `DeadlineExceeded`, `ServiceUnavailable`, or `InvalidInput` for what cannot be sent; close the connection
+        then.
         """
         self.post(request, payload, timeout_s)
         return self.answer(request, timeout_s, into)
@@ -70,11 +90,7 @@ class Connection:
 
     def answer(self, request: m.Request, timeout_s: float, into: memoryview | None = None) -> tuple[Any, memoryview]:
         """Wait for the answer to what was posted. Raises as `call`."""
-        place, what, end = (
-            _anywhere if into is None else within(into),
-            type(request).__name__,
-            time.monotonic() + timeout_s,
-        )
+        place, what, end = within(into), type(request).__name__, time.monotonic() + timeout_s
         reply, data = self._frames.receive(timeout_s, place, what)
         while isinstance(reply, m.Waiting):
             log.warning("%s", reply.text)
@@ -98,7 +114,3 @@ class Connection:
 
     def close(self) -> None:
         self._frames.close()
-
-
-def _anywhere(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))

@@ -213,12 +213,21 @@ def _cancel_on_loop(session: Session, given: Given) -> None:
 
 
 async def _finish(work: asyncio.Future[T]) -> T:
-    """The result of work in a thread. Cancellation waits for the thread: it may be writing into a block."""
+    """The result of work in a thread. However often it is cancelled, it waits for the thread, and is cancelled then:
+    the thread may be writing into a block, which nobody else may have meanwhile."""
+    interrupt: BaseException | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+            interrupt = error
+    if interrupt is None:
+        return work.result()
+    work.exception()  # counts as seen: nobody will ask for it
     try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait([work])
-        raise
+        raise interrupt
+    finally:
+        del interrupt  # its traceback has this frame: that would be a cycle
 
 
 def blocking(operation: Callable[Concatenate[Any, P], Operation[T]]) -> Callable[Concatenate[Any, P], T]:

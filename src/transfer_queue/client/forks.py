@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol
+
+from transfer_queue.client.connection import Connection
+from transfer_queue.errors import TransferQueueError
+from transfer_queue.wire import messages as m
+
+ADOPT_S = 1.0  # a fork stands still meanwhile
 
 
 class Forking(Protocol):
@@ -27,6 +34,25 @@ def _each(tell: Callable[[Forking], None]) -> Callable[[], None]:
                 calls.callback(tell, session)
 
     return run
+
+
+class Connecting(Protocol):
+    def __call__(self, timeout_s: float, *, ident: bytes) -> Connection: ...
+
+
+def heir(connect: Connecting, parent: bytes) -> tuple[bytes, Connection] | None:
+    """A new session that holds the pins of `parent` as well; None where the server says nothing within `ADOPT_S`."""
+    ident = secrets.token_bytes(16)
+    try:
+        connection = connect(ADOPT_S, ident=ident)
+    except TransferQueueError:
+        return None
+    try:
+        connection.call(m.Adopt(0, parent), None, ADOPT_S)
+    except TransferQueueError:
+        connection.close()
+        return None
+    return ident, connection
 
 
 def leave(sock: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -57,10 +58,15 @@ class LoopWaiter:
 
 
 class LocalLocks:
-    """All locks of one process. What has been granted is a `ThreadWaiter` or `LoopWaiter`, until `leave`."""
+    """All locks of one process. What has been granted is a `ThreadWaiter` or `LoopWaiter`, until `leave`.
+
+    A collection may run amid each step and end a generator that holds a lock: who leaves then is noted, and goes once
+    the step is done.
+    """
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # it knows whether this thread has it
+        self._leaving: deque[ThreadWaiter | LoopWaiter] = deque()
         self._claims: Claims[Name, ThreadWaiter | LoopWaiter] = Claims()
 
     def __len__(self) -> int:
@@ -93,26 +99,37 @@ class LocalLocks:
 
     def _add(self, waiter: ThreadWaiter | LoopWaiter, names: Sequence[Name]) -> bool:
         with self._mutex:
-            return self._claims.add(waiter, names)
+            is_granted = self._claims.add(waiter, names)
+        self._settle()
+        return is_granted
 
     def _check(self, waiter: ThreadWaiter | LoopWaiter, names: Sequence[Name], timeout_s: float | None) -> None:
         with self._mutex:
-            if not self._claims.has(waiter):
-                text = f"no lock on {[key for _, key in names]} of partition {names[0][0]!r} within {timeout_s:g} s"
-                raise DeadlineExceeded(text)
+            is_granted = self._claims.has(waiter)
+        self._settle()
+        if not is_granted:
+            text = f"no lock on {[key for _, key in names]} of partition {names[0][0]!r} within {timeout_s:g} s"
+            raise DeadlineExceeded(text)
 
     def leave(self, waiter: ThreadWaiter | LoopWaiter) -> None:
         """Give up what was granted, or do not wait any more; whoever's turn it is has the names at once."""
-        with self._mutex:
-            leaving: list[ThreadWaiter | LoopWaiter] = [waiter]
-            while leaving:
-                leaving += [one for one in self._claims.leave(leaving.pop()) if not one.wake()]
+        self._leaving.append(waiter)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let go who leaves. Each is taken off the list last of all: an interrupt leaves the step to the next one."""
+        while self._leaving and not self._mutex._is_owned():  # type: ignore[attr-defined]
+            with self._mutex:
+                while self._leaving:
+                    self._leaving.extend([one for one in self._claims.leave(self._leaving[0]) if not one.wake()])
+                    self._leaving.popleft()
 
     def leave_at_last(self, waiter: ThreadWaiter | LoopWaiter) -> None:
         """As `leave`, after an interrupt that may have struck amid it: some may have their turn and not know it."""
         self.leave(waiter)
         with self._mutex:
             unheard = [one for one in self._claims.holders() if not one.wake()]
+        self._settle()
         for one in unheard:
             self.leave(one)
 

@@ -94,10 +94,10 @@ class Session:
         self.server_pid = welcome.pid
         self._door = welcome.door
         self._give_back(connection)
-        if predecessor is None:
+        if predecessor is None or predecessor._pid != self._pid:
             self.mover = Mover(self.config.get("copy_threads"))
             self.pool = Pool(int(self.config.get("pool_nbytes", 1 << 30)))
-        else:  # these are the process's
+        else:  # these are the process's; those of a parent may be locked for good
             self.mover, self.pool = predecessor.mover, predecessor.pool
         self._open_memory()
         forks.sessions.add(self)
@@ -563,16 +563,13 @@ class Session:
         self.arenas.close()
 
     def before_fork(self) -> None:
-        """Open a session for the child that pins what is being read here, before the two part."""
-        self._child_session = None
-        if not self.views.num_open:
-            return
-        ident = secrets.token_bytes(16)
-        with contextlib.suppress(TransferQueueError):
-            connection = self.connect(ident=ident)
-            self._connections.discard(connection)  # the child keeps it
-            connection.call(m.Adopt(0, self.ident), None, self.timeout_s)
-            self._child_session = (ident, connection)
+        """Have a session for the child pin what is being read here, before the two part. Where the server does not
+        answer now, the pages are copied: this process may give up its pins before that can be made up for."""
+        self._child_session = heir = forks.heir(self.connect, self.ident) if self.views.num_open else None
+        if heir is not None:
+            self._connections.discard(heir[1])  # the child keeps it
+        elif self.views.num_open:
+            self.views.make_private()
 
     def after_fork_in_parent(self) -> None:
         if self._child_session is not None:

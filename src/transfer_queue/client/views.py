@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.memory.bytes import Anchor, Bytes, address_of
-from transfer_queue.memory.private_map import drop_written_pages
+from transfer_queue.memory.private_map import drop_written_pages, own_pages
 
 POPULATE_NBYTES = 8 << 20
 
@@ -81,6 +81,16 @@ class Views:
                 mapping = mapped.map_private(offset, nbytes)
                 return self._anchored(Anchor(address_of(mapping), nbytes, mapping), rid, block)
             return self._anchored(Anchor(mapped.private_address + offset, nbytes, mapped), rid, block, where)
+
+    def make_private(self) -> None:
+        """Give every view the bytes that it has now for good, whatever becomes of its block: for a child that is about
+        to be forked. It takes as much memory as they. Memory that is being filled stays shared."""
+        with self._lock:
+            views = list(self._open.values())
+        for view in views:
+            anchor = view() if view.ended is None else None
+            if anchor is not None:
+                own_pages(anchor.array())
 
     def hold(self, rid: int, block: int, arena: int, offset: int, nbytes: int, ended: Callable[[], None]) -> Bytes:
         """The shared memory of a block that request `rid` pinned, to be filled; `ended` runs once nobody holds it."""

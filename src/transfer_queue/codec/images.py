@@ -159,6 +159,9 @@ def opened(name: str, frame: int, encoded: bytes) -> Any:
             image.seek(frame)
     except (OSError, EOFError, SyntaxError, KeyError) as error:  # KeyError: this Pillow was built without the format
         raise UnsupportedValue(f"an image of format {name} cannot be opened here: {error}") from None
+    except image_module.DecompressionBombError as error:
+        text = f"an image of format {name} is larger than PIL.Image.MAX_IMAGE_PIXELS of this process allows: {error}"
+        raise UnsupportedValue(text) from None
     return image
 
 

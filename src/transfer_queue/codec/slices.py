@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.codec.layout import Column, offsets_of
-from transfer_queue.codec.rows import BlockBytes, Copier, collected, join, row_places
+from transfer_queue.codec.rows import BlockBytes, Copier, collected, row_places
 from transfer_queue.errors import InvalidInput, ProtocolError
 from transfer_queue.memory.bytes import Bytes, Ints
 from transfer_queue.schema import DENSE, RAGGED, FieldSchema
@@ -70,7 +70,6 @@ class Slice(msgspec.Struct, array_like=True, frozen=True):
         return (*shape[: self.dim], size, *shape[self.dim + 1 :])
 
 
-WHOLE = Slice()
 Runs = Sequence[tuple[BlockBytes, Ints, Slice]]  # (block, its rows, which part), in result order
 
 
@@ -80,15 +79,15 @@ def sliced(name: str, runs: Runs, copier: Copier) -> tuple[Bytes, Ints]:
     Raises `ProtocolError` for a block without such a column, or of another kind.
     """
     sources, sizes, owners = [], [], []
-    spans: list[Bytes] = []
+    inner: list[Bytes] = []
     lengths: list[Ints] = []
     for block, rows, part in runs:
         column = block.layout.column(name)
         if column is None or column.kind not in (DENSE, RAGGED) or column.ragged > 0 or not column.shape:
             raise ProtocolError(f"column {name!r}: not of rows that can be sliced")
         if part.dim:
-            values, steps = _inner(block, column, rows, part)
-            spans.append(values)
+            taken, steps = _inner(block, column, rows, part)
+            inner += taken
             lengths.append(steps)
             continue
         addresses, steps, step = row_places(block, column, rows)
@@ -99,24 +98,34 @@ def sliced(name: str, runs: Runs, copier: Copier) -> tuple[Bytes, Ints]:
         sizes += (counts.ravel() * step).tolist()
         lengths.append(counts.sum(axis=1))
         owners.append(block)
-    values = join(spans, copier, False) if spans else collected(sources, sizes, owners, copier)
+    values = _joined(inner, copier) if inner else collected(sources, sizes, owners, copier)
     return values, offsets_of(np.concatenate(lengths))
 
 
-def _inner(block: BlockBytes, column: Column, rows: Ints, part: Slice) -> tuple[Bytes, Ints]:
-    """As `sliced`, of parts along another dimension than the first."""
+def _inner(block: BlockBytes, column: Column, rows: Ints, part: Slice) -> tuple[list[Bytes], Ints]:
+    """(the part of each row, its length along the first dimension), of parts along another dimension than that."""
     addresses, steps, step = row_places(block, column, rows)
     size = column.shape[part.dim]
     inner = math.prod(column.shape[part.dim + 1 :]) * column.itemsize
     outer = math.prod(column.shape[1 : part.dim])
     base = block.address
-    pieces = []
-    (first, stop), *more = [(int(a[0]), int(b[0])) for a, b in part.ranges(np.array([size]))]
+    taken = []
+    ranges = [(int(a[0]), int(b[0])) for a, b in part.ranges(np.array([size]))]
     for address, length in zip((addresses - base).tolist(), steps.tolist(), strict=True):
         row = block.data[address : address + length * step].reshape(length * outer, size, inner)
-        taken = [row[:, first:stop], *(row[:, a:b] for a, b in more)]
-        pieces.append(np.concatenate(taken, axis=1).reshape(-1))
-    return np.concatenate(pieces), steps
+        found = [row[:, first:stop] for first, stop in ranges]
+        taken.append(found[0] if len(found) == 1 else np.concatenate(found, axis=1))
+    return taken, steps
+
+
+def _joined(parts: Sequence[Bytes], copier: Copier) -> Bytes:
+    """The bytes of all, one after the other; copied here, for `copier` would copy later, when nobody keeps them."""
+    out = copier.allocate(sum(one.nbytes for one in parts))
+    at = 0
+    for one in parts:
+        out[at : at + one.nbytes].reshape(one.shape)[...] = one
+        at += one.nbytes
+    return out
 
 
 def sliced_column(name: str, column: Column, part: Slice) -> Column:

@@ -425,6 +425,8 @@ class Controller:
 
     def _new_rows(self, table: Table, count: int) -> Slots:
         self._check_room(count)
+        if table.is_used_up:
+            self._fetching.begins(table)
         slots = table.add(self.state.next_index, count)
         table.arrivals.note(self.state.next_index, self._leases.now)
         self.state.next_index = max(self.state.next_index, int(table.index[table.size - 1]) + 1)
@@ -467,13 +469,12 @@ class Controller:
         if len(slots):
             self._fetching.cleared(table, slots)
             rows = table.index[slots]
-            self.block_index.release(table.clear(slots))
+            self.block_index.release(table.clear(slots, message.is_asked))
             self.groups.cleared(table.name, rows)
-        if message.keys is not None and not table.num_rows:
-            self._remove(table)
-        else:
             self._fetching.shrunk(table)
-            table.shrink()
+        table.shrink()
+        if message.keys is not None and (table.is_spent if message.spares else not table.num_rows):
+            self._remove(table)
         self.retry_quota_waiters()
         return m.Done(message.rid)
 
@@ -522,9 +523,7 @@ class Controller:
         if table is None:
             note = hints.created(message.partition, self.tables)
             table = self._open(message.partition, 0)
-        table.declare(message.size, message.sizes, message.metadata)
-        if message.sizes or message.size is not None:
-            self._fetching.declared(table)
+        self._fetching.declare(table, message)
         return m.PartitionInfo(message.rid, True, table.declared, table.metadata, table.num_rows, note)
 
     # moving

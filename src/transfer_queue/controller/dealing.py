@@ -185,9 +185,9 @@ class Dealing:
     def num_left(self, table: Table, message: Fetch) -> int:
         """How many rows the group may still be dealt, ready or not; 1 while not all that were declared are there."""
         task = table.task(message.task)
-        if not 0 < table.num_alive >= (table.declared or 0):
+        if not is_complete(table, message):
             return 1
-        return table.num_alive - task.num_consumed - task.group.num_open(table, task)
+        return table.num_rows - task.num_consumed - task.group.num_open(table, task)
 
     def find(self, table: Table, message: Fetch) -> Share | None:
         rank, batch = rank_and_batch(message)
@@ -346,6 +346,27 @@ class Dealing:
         freed = table.tasks[name].take_back(slots[slots >= 0], DEALT, used=False)
         if len(freed):
             self._free(table, name, freed)
+
+
+def has_begun(message: Fetch) -> bool:
+    """Whether the loop that asks had a batch before."""
+    return bool(message.until_cleared or message.sampling.get("batch_index"))
+
+
+def is_complete(table: Table, message: Fetch) -> bool:
+    """Whether all rows that a loop is to get were there. Where no size was declared and none is left, only a loop that
+    had some may think so."""
+    if table.declared is None and not table.num_rows and not has_begun(message):
+        return False
+    return table.is_whole
+
+
+def is_early(message: Fetch, table: Table) -> bool:
+    """Whether a loop that begins finds that all rows were used and cleared: it waits for others, as for a partition
+    that is to come. A rank whose group is still there belongs to the loop of the others."""
+    if not message.until_done or not table.is_used_up or has_begun(message):
+        return False
+    return not message.dp_size or table.task(message.task).group is None
 
 
 def rank_and_batch(message: Fetch) -> tuple[int, int]:

@@ -14,6 +14,8 @@ import msgspec
 from transfer_queue.controller.taken import SavedDeal, SavedTaken
 from transfer_queue.wire import messages as m
 
+USED, KEPT = 1, 2  # what a row is to a task, beside 0: free. Of an earlier release, what its sampler keeps is used
+
 
 class Fact(msgspec.Struct, array_like=True, gc=False):
     """Base of all facts."""
@@ -27,8 +29,8 @@ class Applied(Fact, tag=0):
 
 
 class RowsTaken(Fact, tag=1):
-    """What `rows` (int64 indexes) are to a task: one byte each, 1 for used; and (position in `rows`, attempts, reason,
-    dead) of those that came back to it, the others did not."""
+    """What `rows` (int64 indexes) are to a task: one byte each, `USED`, `KEPT` by its sampler, or 0; and (position in
+    `rows`, attempts, reason, dead) of those that came back to it, the others did not."""
 
     partition: str
     task: str

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.dealing import Dealing, Share
+from transfer_queue.controller.dealing import Dealing, Share, is_complete, is_early
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.notices import nothing, timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
-from transfer_queue.controller.sampler_calls import SamplerCalls
+from transfer_queue.controller.sampler_calls import SamplerCalls, refused_rest
 from transfer_queue.controller.sampler_view import SamplerView
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.steps import Steps
@@ -26,6 +26,7 @@ from transfer_queue.errors import InvalidInput, LeaseExpired, SamplerFailed, Tra
 from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
+from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages import ALL, DONE, PASSED, Ack, Failed, Fetch, MarkStep, Reply, RowSet, Tags
 
@@ -56,7 +57,7 @@ class Fetching:
         self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all, ledger)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
-        self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition does not exist (yet)
+        self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition, or its next round, is not there (yet)
         self.outbox = outbox
         kind = type(sampler)
         self._samples_rows_only = (kind.least_ready, kind.has_cached_result) == _OF_EVERY_SAMPLER
@@ -68,6 +69,8 @@ class Fetching:
         self.dealing.prepare(message, self.sampler)
         if message.batch_size != ALL:
             self.calls.ask(self.sampler.check_request, message.batch_size, self._config(message))
+        if table is not None and is_early(message, table):
+            table = None
         if table is not None:
             reply = self._attempt(request, table)
             if self._remembered:
@@ -95,9 +98,16 @@ class Fetching:
 
     def opened(self, table: Table) -> None:
         """A partition was created: requests that waited for it now wait for its rows."""
+        if table.is_used_up:
+            return
         for request in self._orphans.pop(table.name, ()):
             if self.parked.holds(request):
                 self._wait(table, request)
+
+    def begins(self, table: Table) -> None:
+        """All that a partition was to get was used and cleared, and it is about to get rows again."""
+        table.cleared = 0
+        self.opened(table)
 
     def _wait(self, table: Table, request: Waiter[Fetch]) -> list[Any]:
         """Let a parked request wait for rows; returns all that wait for the same."""
@@ -234,8 +244,8 @@ class Fetching:
         if not task.finishing:
             return
         is_dealt = task.group is not None
-        if task.num_consumed + task.num_lent < table.num_alive or is_dealt:
-            if (not task.num_lent or is_dealt) and _is_whole(table):
+        if task.num_consumed + task.num_lent < table.num_rows or is_dealt:
+            if (not task.num_lent or is_dealt) and table.is_filled:
                 self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
             if not is_dealt:
                 return
@@ -258,22 +268,27 @@ class Fetching:
             self.leases.handle(Ack(message.rid, lease, rows), session)
         return self.steps.mark(message)
 
-    def declared(self, table: Table) -> None:
+    def declare(self, table: Table, message: m.SetPartition) -> None:
         """It is known how many rows will be there: who waits for all of them may have them, or for nothing any more."""
+        if message.size is not None and table.is_used_up:
+            self.begins(table)
+        table.declare(message.size, message.sizes, message.metadata)
+        if message.size is None and not message.sizes:
+            return
         self.shrunk(table)
         for task in list(table.tasks.values()):
             self.serve(table, task, [view for view in task.views.values() if view.waiters])
 
     def _is_done(self, request: Waiter[Fetch], table: Table) -> bool:
-        """Whether every row is consumed by the task or lent to the asker, and there are as many as declared."""
+        """Whether every row is consumed by the task or lent to the asker, and as many as declared were there."""
         if request.message.dp_size:
             return self.dealing.is_over(table, request.message)
         task = table.task(request.message.task)
-        if not 0 < table.num_alive >= (table.declared or 0):
+        if not is_complete(table, request.message):
             return False
         holder = request.message.holder or request.session
-        return task.num_consumed == table.num_alive or (
-            task.num_consumed + task.num_lent == table.num_alive and task.num_lent == self.leases.lent_to(holder, task)
+        return task.num_consumed == table.num_rows or (
+            task.num_consumed + task.num_lent == table.num_rows and task.num_lent == self.leases.lent_to(holder, task)
         )
 
     def end_session(self, session: bytes) -> None:
@@ -334,10 +349,14 @@ class Fetching:
             return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
-        size = _rest(message, table, view) or message.batch_size
+        rest = _rest(message, table, view)
+        size = rest or message.batch_size
         if not cached and view.count < self.calls.ask(sampler.least_ready, size):
             return None
-        slots, used = self._sample(size, config, table, view)
+        try:
+            slots, used = self._sample(size, config, table, view)
+        except InvalidInput as error:
+            raise refused_rest(error, rest, table.name) from None
         if (slots < 0).any() or (used < 0).any():
             raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
@@ -428,10 +447,13 @@ class Fetching:
         if num_ready < self.calls.ask(self.sampler.least_ready, total):
             if not message.until_done or self.dealing.num_left(table, message) != num_ready:
                 return False
-            if num_ready and not _is_whole(table):
+            if num_ready and not table.is_filled:
                 return False
             total = num_ready
-        shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        try:
+            shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
+        except InvalidInput as error:
+            raise refused_rest(error, num_ready if total == num_ready else 0, table.name) from None
         if not self.dealing.enter(table, message, ranks, shares):
             return False
         taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
@@ -546,24 +568,20 @@ def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: 
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready, loads=table.loads)
 
 
-def _is_whole(table: Table) -> bool:
-    """Whether the partition has all the rows it was declared to get."""
-    return table.declared is not None and 0 < table.num_alive >= table.declared
-
-
 def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
-    """Whether every row has the fields of `view`, or was taken by the task, and there are as many as declared."""
+    """Whether every row has the fields of `view`, or was taken by the task, and as many as declared were there. Without
+    a declared size more may come."""
     task = table.task(name)
-    whole = 0 < table.num_alive >= (table.declared or 0)
-    return whole and view.count + task.num_consumed + task.num_lent >= table.num_alive
+    num_taken = task.num_consumed + task.num_lent
+    return table.num_rows > 0 and table.is_filled and view.count + num_taken >= table.num_rows
 
 
 def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
     """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
-    if not message.until_done or not 0 < view.count < message.batch_size or not _is_whole(table):
+    if not message.until_done or not 0 < view.count < message.batch_size or not table.is_filled:
         return 0
     task = table.task(message.task)
-    return view.count if view.count == table.num_alive - task.num_consumed else 0
+    return view.count if view.count == table.num_rows - task.num_consumed else 0
 
 
 def check_fetch(message: Fetch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,13 @@ def check_waiting(message: Any, pool: PoolCore) -> None:
         )
 
 
-def check_pool(pool: PoolCore, leases: Iterable[GroupLease], tickets: Set[int], table: Table | None) -> None:
-    """An AssertionError unless it agrees with itself, with the leases and tickets that sessions have, and with the
-    rows of its partition."""
+def check_pool(pool: PoolCore, leases: Iterable[GroupLease], tickets: Iterable[int], table: Table | None) -> None:
+    """An AssertionError unless it agrees with itself, with the leases and tickets that sessions have (each of those
+    that are out is one's), and with the rows of its partition."""
     assert pool.is_consistent()
     lent = {group.name for group in pool.groups.values() if group.state == "lent"}
     assert lent <= {name for lease in leases for name in lease.names}
-    assert pool.state.reserved <= tickets
+    assert sorted(ticket for ticket in tickets if ticket in pool.state.reserved) == sorted(pool.state.reserved)
     rows = np.array(list(pool.owners), np.int64)
     assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
 

@@ -125,9 +125,15 @@ class GroupPools:
     def _lasting(self, message: Any, session: bytes) -> m.Reply:
         reply = self.rules[type(message)](message)
         if isinstance(message, m.OpenGroup) and message.refills:
-            held = self._of(session).refills
-            held[message.partition] = max(0, held.get(message.partition, 0) - 1)
+            self._pay_refill(message.partition, session)
         return reply
+
+    def _pay_refill(self, partition: str, session: bytes) -> None:
+        """A refill was opened: it is one of those that this session has, else of others, for whom it opens them."""
+        for held in (self._of(session), *self._holdings.values()):
+            if held.refills.get(partition, 0):
+                held.refills[partition] -= 1
+                return
 
     def number_leases(self, above: int) -> None:
         """Leases have numbers above this one, so that those of another life of the service are none of these."""
@@ -318,6 +324,8 @@ class GroupPools:
         if tickets is None:
             return None
         self.rules[m.IssueTickets](m.IssueTickets(0, message.partition, tickets))
+        for held in self._holdings.values():  # who had one before has used it, or given it back
+            held.tickets.get(message.partition, set()).difference_update(tickets)
         self._of(session).take(message.partition, pool, tickets)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, tickets=tickets))
         return m.Tickets(message.rid, [m.NumberedTicket(one, pool.target_of(one)) for one in tickets])
@@ -444,8 +452,10 @@ class GroupPools:
         if grant.partition not in self.pools:
             return
         if grant.tickets:
-            held.tickets.get(grant.partition, set()).difference_update(grant.tickets)
-            self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, list(grant.tickets)))
+            mine = held.tickets.get(grant.partition, set())
+            back = [ticket for ticket in grant.tickets if ticket in mine]  # others may have those that it has not
+            mine.difference_update(back)
+            self.rules[m.ReturnTickets](m.ReturnTickets(0, grant.partition, back))
         if grant.attempts:
             held.attempts.get(grant.partition, set()).difference_update(grant.attempts)
             self._give_up(m.UnstartSlots, grant.partition, grant.attempts)
@@ -557,9 +567,10 @@ class GroupPools:
     def check_invariants(self) -> None:
         """Pools agree with themselves, and leases with them; tests call this after each event."""
         for partition, pool in self.pools.items():
-            held = {ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())}
+            held = [ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())]
             leases = [one for one in self._leases.values() if one.partition == partition]
             check_pool(pool, leases, held, self._tables.get(partition))
+            assert sum(one.refills.get(partition, 0) for one in self._holdings.values()) <= pool.state.owed
         assert {one.partition for one in self._leases.values()} <= self.pools.keys()
         assert {one.message.partition for one in self.parked} <= self.pools.keys()
         held_of = {name for one in self._holdings.values() for name in (*one.tickets, *one.attempts, *one.refills)}

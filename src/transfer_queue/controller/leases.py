@@ -114,13 +114,15 @@ class Leases:
         return lease.number
 
     def handle(self, message: LeaseRequest, session: bytes) -> m.Lent:
-        """Raises `LeaseExpired` for a lease that is over, or for an ack of rows that were given back."""
+        """Raises `LeaseExpired` for a lease that is over, or for an ack of rows that were given back and are not to be
+        left out."""
         if isinstance(message, m.Renew):
             return self._renew(message, session)
         lease = self._live(message.lease)
         match message:
             case m.Ack(rows=rows):
-                self.check(lease.number, rows)
+                if not message.but_returned:
+                    self.check(lease.number, rows)
                 self._end_rows(lease, rows, used=True)
             case m.Release(rows=rows):
                 self._end_rows(lease, rows, used=False)

@@ -123,15 +123,10 @@ class TaskWatch:
 
 def _taken(table: Consumed, name: str, slots: Slots) -> f.RowsTaken:
     task = table.tasks[name]
-    used = is_used(task, slots)
+    used = task.consumed[slots] + np.uint8(f.KEPT) * (task.lease[slots] == RESERVED)
     returned = [
         (place, one.attempts, one.reason, one.dead)
         for place, slot in enumerate(slots.tolist() if task.returned else ())
         if (one := task.returned.get(slot)) is not None
     ]
-    return f.RowsTaken(table.name, name, table.index[slots].tobytes(), used.tobytes(), returned)
-
-
-def is_used(task: Task, slots: Slots) -> Any:
-    """Which rows a task has used, or its sampler keeps for it: it would not offer them again."""
-    return task.consumed[slots] | (task.lease[slots] == RESERVED)
+    return f.RowsTaken(table.name, name, table.index[slots].tobytes(), used.astype(np.uint8).tobytes(), returned)

@@ -78,6 +78,7 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     if table is None:
         return f"{text}there is no such partition{hint(message.partition, tables)}"
     size = "" if table.declared is None else f" of {table.declared} declared"
+    size += f" and {table.cleared} cleared" if table.cleared else ""
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
     task = table.task(message.task)
     taken = _taken(message, task, sampler) + _away(message, table, task)

@@ -109,8 +109,9 @@ class Overviews:
         tasks = [self._task(table, name, task) for name, task in table.tasks.items()]
         schema = [field.schema for field in fields]
         return m.PartitionOverview(
-            table.name, table.num_rows, table.declared, table.metadata, schema, written, tasks, len(table.lost)
-        )
+            table.name, table.num_rows, table.declared, table.metadata, schema, written, tasks, len(table.lost),
+            table.cleared,
+        )  # fmt: skip
 
     def _task(self, table: Table, name: str, task: Task) -> m.TaskOverview:
         kept = sum(task.lent.get(kind, 0) for kind in (*KEPT, DELAYED))
@@ -134,6 +135,7 @@ class Overviews:
         return m.WaitOverview(
             place.call or type(message).__name__, getattr(message, "partition", None) or "",
             getattr(message, "task", ""), one.session, waited_s, max(0.0, one.deadline - self._now), lacks[:MAX_LACKS],
+            message.fields if type(message) is m.Fetch else [],
         )  # fmt: skip
 
     def _lack_of_fetch(self, one: Waiter[m.Fetch]) -> str:

@@ -10,8 +10,7 @@ import numpy as np
 from transfer_queue.controller import facts as f
 from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.controller import Controller
-from transfer_queue.controller.ledger import is_used
-from transfer_queue.controller.readiness import Returned
+from transfer_queue.controller.readiness import RESERVED, Returned
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.taken import TakenDeal, TakenRows
 from transfer_queue.errors import CheckpointCorrupt, InternalError, JournalCorrupt, TransferQueueError
@@ -83,11 +82,13 @@ class Recovery:
     def _taken(self, fact: f.RowsTaken) -> None:
         table = self._controller.tables[fact.partition]
         task, slots = table.task(fact.task), table.slots_of(indexes_of(fact.rows))
-        used = np.frombuffer(fact.used, np.bool_)
+        used = np.frombuffer(fact.used, np.uint8)
         if len(used) != len(slots) or bool((slots < 0).any()):
             raise CheckpointCorrupt("rows that are not there")
-        task.consume(task.claim(slots[used & ~is_used(task, slots)]))
-        task.give_back(slots[~used])
+        task.consume(task.claim(slots[(used == f.USED) & ~task.consumed[slots]]))
+        task.give_back(slots[used != f.USED])
+        task.take_back(slots[used == 0], RESERVED, used=False)
+        task.reserve(task.offered(slots[used == f.KEPT]))
         task.forgive(slots)
         for place, attempts, reason, dead in fact.returned:
             task.returned[int(slots[place])] = Returned(attempts, reason, 0.0, dead)

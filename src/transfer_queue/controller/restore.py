@@ -256,7 +256,10 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
         refuse(f"row indexes of {saved.name!r} do not ascend")
     if not bool(((unclaimed >= 0) & (unclaimed < rows)).all()) or len(unclaimed) > rows:
         refuse(f"reserved rows of {saved.name!r}")
-    table.declared, table.metadata, table.sizes = saved.declared, saved.metadata, saved.sizes
+    if saved.cleared < 0:
+        refuse(f"cleared rows of {saved.name!r}")
+    table.declared, table.cleared = saved.declared, saved.cleared
+    table.metadata, table.sizes = saved.metadata, saved.sizes
     table.unclaimed = unclaimed.tolist()
     if len(set(table.unclaimed)) != len(unclaimed):
         refuse(f"reserved rows of {saved.name!r}")
@@ -276,6 +279,12 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
         if len(flags) != rows:
             refuse(f"consumption of {saved.name!r} by {name!r}")
         table.task(name).consume(np.flatnonzero(np.frombuffer(flags, np.uint8)))
+        yield
+    for name, places in saved.kept.items():
+        kept, task = _ints(places), table.task(name)
+        if not bool(((kept >= 0) & (kept < rows)).all()) or bool(task.consumed[kept].any()):
+            refuse(f"rows of {saved.name!r} that are kept for {name!r}")
+        task.reserve(np.unique(kept))
         yield
     for name, returned in saved.returned.items():
         for at in range(0, len(returned), PIECE):

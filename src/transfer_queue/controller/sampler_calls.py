@@ -184,6 +184,17 @@ def _name(question: Callable[..., Any]) -> str:
     return getattr(question, "__name__", "")
 
 
+def refused_rest(error: InvalidInput, rows: int, partition: str) -> InvalidInput:
+    """What to say where a sampler refuses the last `rows` of a partition, a number that nobody asked for; 0: it was
+    asked for."""
+    if not rows:
+        return error
+    return InvalidInput(
+        f"{rows} rows are left of partition {partition!r}, of which the sampler makes no batch ({error}): declare a "
+        f"number of rows that it takes whole, or clear the rest"
+    )
+
+
 def _answered(question: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bytes:
     return _encode(Answer(_name(question), question(*args, **kwargs)))
 

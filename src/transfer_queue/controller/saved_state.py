@@ -51,7 +51,8 @@ class SavedTable(msgspec.Struct):
     `cells` maps every field, in the order they were first written, to its entry of `patterns`: uint16 group numbers
     over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position,
     `returned` an entry for each row that came back to a task. `lost`: int64 positions of rows that lost cells with a
-    storage unit.
+    storage unit. `cleared`: how many of the declared rows were there and are cleared. `kept`:
+    int64 positions of rows that the sampler keeps for later requests of a task, which once were `consumed`.
     """
 
     name: str
@@ -69,6 +70,8 @@ class SavedTable(msgspec.Struct):
     returned: dict[str, list[SavedReturn]] = {}
     lost: memoryview = memoryview(b"")
     sizes: dict[str, int] = {}
+    cleared: int = 0
+    kept: dict[str, memoryview] = {}
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

@@ -106,13 +106,16 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
         cells,
         [memoryview(pattern) for pattern in patterns],
         groups,
-        {
-            name: memoryview((task.consumed | (task.lease == RESERVED))[live].tobytes())
-            for name, task in table.tasks.items()
-        },
+        {name: memoryview(task.consumed[live].tobytes()) for name, task in table.tasks.items()},
         {name: _returned(task, live) for name, task in table.tasks.items() if task.returned},
         _packed(np.searchsorted(table.index[live], sorted(table.lost))),
         table.sizes,
+        table.cleared,
+        {
+            name: _packed(np.flatnonzero(task.lease[live] == RESERVED))
+            for name, task in table.tasks.items()
+            if RESERVED in task.lent
+        },
     )
 
 

@@ -103,6 +103,7 @@ class Table:
         self.contents = ContentIndex()
         self.arrivals = Arrivals()
         self.num_alive = 0
+        self.cleared = 0  # rows that were there and are cleared, of the round of `declared` rows that is on
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
@@ -140,6 +141,27 @@ class Table:
     def num_rows(self) -> int:
         """Rows that someone claimed."""
         return self.num_alive - len(self.unclaimed)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows that it is to get were there, cleared ones too; without a declared size, whether any was."""
+        there = self.num_rows + self.cleared
+        return there > 0 if self.declared is None else there >= self.declared
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all rows were there that it was declared to get."""
+        return self.declared is not None and self.is_whole
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether all that it was to get were there, and all were cleared: the next row begins a new round."""
+        return self.cleared > 0 and self.is_spent
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no row is left, and none is to come that was declared."""
+        return not self.num_rows and self.cleared >= max(self.declared or 0, *self.sizes.values(), 0)
 
     def between(self, slots: Slots) -> tuple[int, int]:
         """The lowest and the highest index of these rows; of one row in a tenth of the time."""
@@ -184,8 +206,10 @@ class Table:
         for slot, key in zip(numbers, keys, strict=True):
             self.names[slot] = key
 
-    def clear(self, slots: Slots) -> Released:
-        """Remove live rows; returns the cells that are gone by block."""
+    def clear(self, slots: Slots, count: bool = True) -> Released:
+        """Remove live rows; returns the cells that are gone by block. Those that somebody claimed `count` as rows that
+        were there."""
+        num_rows = self.num_rows
         released = self.release(slots, list(range(len(self.fields))))
         self.cells[: len(self.fields), slots] = 0
         self.alive[slots] = False
@@ -203,6 +227,10 @@ class Table:
         for task in self.tasks.values():
             task.drop(slots)
         self.num_alive -= len(slots)
+        if count:
+            self.cleared += num_rows - self.num_rows
+        if self.declared and self.num_rows and self.cleared >= self.declared:  # what is left is of the next round
+            self.cleared %= self.declared
         return released
 
     def take_all(self) -> dict[str, Any]:

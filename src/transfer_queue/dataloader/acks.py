@@ -32,10 +32,11 @@ class Receipt(NamedTuple):
     is_last: bool
 
     def ack(self, session: Session) -> m.Ack | None:
-        """The acknowledgement; None where there is nothing to acknowledge."""
+        """The acknowledgement; None where there is nothing to acknowledge. What the loop itself refused or released of
+        the micro-batch stays so."""
         if not self.lease or not self.rows:
             return None
-        return m.Ack(session.next_rid(), self.lease, self.rows, self.service_id)
+        return m.Ack(session.next_rid(), self.lease, self.rows, self.service_id, but_returned=True)
 
 
 def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> Iterator[tuple[Any, Receipt]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Interrupted, Session
-from transfer_queue.errors import ServiceError
+from transfer_queue.dataloader.lease_owner import renewal_s
+from transfer_queue.errors import InternalError, TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -137,21 +139,21 @@ def _without(session: Session, meta: BatchMeta, skip: frozenset[int]) -> Operati
 def give_back(client: TransferQueueClient, meta: BatchMeta) -> None:
     """Offer the rows again; where the service cannot be told, their lease ends by itself."""
     if meta.lease and len(meta):
-        with contextlib.suppress(ServiceError):
+        with contextlib.suppress(TransferQueueError, OSError):
             client.release(meta)
 
 
 class Feed:
     """`get` is for one thread. Between `get`s the thread fetches the batch it was told to `expect`.
 
-    `renew` is called every third of a lease, also while a fetch waits or the consumer works.
+    `renew` is called as often as `renewal_s` says, also while a fetch waits or the consumer works.
     """
 
     def __init__(self, client: TransferQueueClient, terms: Terms, renew: Callable[[], None]) -> None:
         self._client = client
         self._terms = terms
         self._renew = renew
-        self._every_s = terms.lease_s / 3
+        self._every_s = renewal_s(terms.lease_s)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._key: Key | None = None  # what to fetch, or what `_found` is
@@ -160,6 +162,7 @@ class Feed:
         self._asking: tuple[Session, int] | None = None  # its request
         self._waited: tuple[Key | None, float] = (None, 0.0)  # for which batch, and for how long
         self._closed = False
+        self._ended_by: BaseException | None = None  # what the thread died of
         self._thread = threading.Thread(target=self._run, name="tq-prefetch", daemon=True)
         self._thread.start()
 
@@ -172,6 +175,8 @@ class Feed:
         self.expect(key)
         with self._changed:
             while self._found is None:
+                if self._ended_by is not None:
+                    raise InternalError("the thread that fetches batches has died") from self._ended_by
                 stale = self._working not in (None, key)
                 self._changed.wait(RETRY_S if stale else None)
                 if stale:
@@ -220,6 +225,14 @@ class Feed:
     # the thread's side
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:  # whatever ends it, the consumer does not wait for it
+            with self._changed:
+                self._ended_by = sys.exc_info()[1]
+                self._changed.notify_all()
+
+    def _work(self) -> None:
         renewal = time.monotonic() + self._every_s
         while True:
             with self._changed:
@@ -229,8 +242,7 @@ class Feed:
                 key = self._working = self._key if self._found is None else None
             if time.monotonic() >= renewal:
                 renewal = time.monotonic() + self._every_s
-                with contextlib.suppress(ServiceError):  # the next fetch or ack tells the consumer
-                    self._renew()
+                self._renew()
             if key is not None:
                 self._deliver(key, self._fetch(key, max(RETRY_S, renewal - time.monotonic())))
 

@@ -14,9 +14,25 @@ from transfer_queue import interface
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.session import Session
-from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, error_from_code
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    NotInitialized,
+    ServiceError,
+    ServiceUnavailable,
+    TransferQueueError,
+    error_from_code,
+)
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
+from transfer_queue.wire.handshake import GRACE_S
+
+LEAVE_S = 2.0  # for a service that is not there at the moment
+
+
+def renewal_s(lease_s: float) -> float:
+    """How long to wait until leases are renewed: so that they do not run out, and so that the session is back in time
+    where its connection was lost, which only a renewal finds out."""
+    return min(lease_s, GRACE_S) / 3
 
 
 class LeaseOwner:
@@ -27,7 +43,7 @@ class LeaseOwner:
         self._session = client.session
         self._line = Line(self._session.connect(ident=self.ident))
         self._rids = itertools.count(1)
-        self.close = weakref.finalize(self, _leave, self._line, self._session.is_local, os.getpid())
+        self.close = weakref.finalize(self, _leave, self._line, self._session, self.ident, os.getpid())
         _HOLDERS.add(self)
 
     def renew(self, lease_s: float) -> None:
@@ -39,6 +55,11 @@ class LeaseOwner:
                 return
         self._open_again()
         self._ask(lease_s)
+
+    def keep(self, lease_s: float) -> None:
+        """As `renew`, as far as that is possible: otherwise the next fetch or acknowledgement tells."""
+        with contextlib.suppress(TransferQueueError, OSError):
+            self.renew(lease_s)
 
     def _open_again(self) -> None:
         fresh, lost = self._session.connect(ident=self.ident), self._line.connection
@@ -64,12 +85,21 @@ class Line:
         self.is_broken = False
 
 
-def _leave(line: Line, is_local: bool, pid: int) -> None:
-    """End the session; over TCP it would be waited for after its connection is gone. A forked child just closes."""
-    if not is_local and os.getpid() == pid:
-        with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-            line.connection.notify(m.Goodbye())
-    line.connection.close()
+def _leave(line: Line, session: Session, ident: bytes, pid: int) -> None:
+    """End the session: over TCP it would be waited for after its connection is gone. So it is, as long as this process
+    lives, where a standby took over: then it comes back to end. A forked child just closes."""
+    fresh: Connection | None = None
+    try:
+        if os.getpid() == pid:
+            with contextlib.suppress(ServiceError):
+                if line.connection.is_lost:
+                    fresh = session.connect(LEAVE_S, ident=ident)
+                if not session.is_local:
+                    (fresh or line.connection).notify(m.Goodbye())
+    finally:
+        line.connection.close()
+        if fresh is not None:
+            fresh.close()
 
 
 _HOLDERS: weakref.WeakSet[LeaseOwner] = weakref.WeakSet()

@@ -3,7 +3,6 @@ the rows."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.process
 import os
 import threading
@@ -18,11 +17,10 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from transfer_queue.dataloader.acks import Receipt, acknowledge
-from transfer_queue.dataloader.lease_owner import LeaseOwner
+from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links
-from transfer_queue.errors import ServiceError
 
 
 def identity(item: Any) -> Any:
@@ -264,6 +262,5 @@ class _Deliveries(Iterator[Any]):
 
 
 def _renew(holder: LeaseOwner, lease_s: float, closed: threading.Event) -> None:
-    while not closed.wait(lease_s / 3):
-        with contextlib.suppress(ServiceError):  # the next ack tells
-            holder.renew(lease_s)
+    while not closed.wait(renewal_s(lease_s)):
+        holder.keep(lease_s)

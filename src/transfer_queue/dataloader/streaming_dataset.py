@@ -202,7 +202,7 @@ class StreamingDataset(IterableDataset[Any]):
         if work.holder is None:
             work.holder = LeaseOwner(work.client)
         holder, terms = work.holder, self._terms(work.holder.ident)
-        return Feed(work.client, terms, lambda: holder.renew(terms.lease_s))
+        return Feed(work.client, terms, lambda: holder.keep(terms.lease_s))
 
     def _terms(self, holder: bytes) -> Terms:
         return Terms(
@@ -294,6 +294,13 @@ class StreamingDataset(IterableDataset[Any]):
             work.items = iter(())  # the rest of the batch is lost as well
             raise
         self.note_used(receipt)
+        position = (receipt.batch_index - self._first) // self._stride
+        if receipt.is_last and receipt.lease and position < len(self.buffer):
+            # from the buffer it comes without a lease, which the service does not know for ever
+            data, meta = self.buffer[position]
+            kept = meta[:]
+            kept.lease = 0
+            self.buffer[position] = data, kept
 
     def begin(self, batch_index: int) -> None:
         """The loader's iterator delivers from this batch now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,10 +18,9 @@ from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
-from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
+from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.errors import ServiceError
 from transfer_queue.metadata import BatchMeta
 
 Row: TypeAlias = dict[str, Any]
@@ -248,7 +246,7 @@ class AsyncStream(_Streaming):
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            holder.close()
+            await asyncio.to_thread(holder.close)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
         data, meta = batch
@@ -266,14 +264,12 @@ def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwne
 
 async def _renew(holder: LeaseOwner, lease_s: float) -> None:
     while True:
-        await asyncio.sleep(lease_s / 3)
-        work = asyncio.ensure_future(asyncio.to_thread(holder.renew, lease_s))
+        await asyncio.sleep(renewal_s(lease_s))
+        work = asyncio.ensure_future(asyncio.to_thread(holder.keep, lease_s))
         try:
             await asyncio.wait([work])
         finally:  # the thread is done with the connection before that is closed
             await asyncio.wait([work])
-            with contextlib.suppress(ServiceError):  # the next fetch or ack tells
-                work.result()
 
 
 async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | End:

@@ -15,6 +15,7 @@ from typing import Any
 import transfer_queue as tq
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.errors import InvalidInput
+from transfer_queue.wire.messages.overview import PartitionOverview
 
 PREFIX = "transfer_queue/"
 NAMES = {  # of the service's counts here
@@ -61,7 +62,7 @@ def metrics(
     letters, the version of the weights (where one was announced), memory in bytes and as a share of the budget; of each
     of `partitions` (None: all) its rows, groups by state, and the share of rows that each of `tasks` consumed.
 
-    A few requests for each partition. A partition that is not there, or is cleared meanwhile, is left out. `client`:
+    Two requests. A partition that is not there is left out, and a task that is not there consumed none. `client`:
     default that of this process. Raises `NotInitialized`.
     """
     asked = tq.get_client() if client is None else client
@@ -70,22 +71,19 @@ def metrics(
     found["memory/pinned_bytes"] = float(sum(told["pinned_nbytes"].values()))
     if told["arena_nbytes_budget"]:
         found["memory/used_share"] = told["arena_nbytes_used"] / told["arena_nbytes_budget"]
-    for partition in asked.get_partition_list() if partitions is None else partitions:
-        of_partition = _of_partition(asked, partition, tasks, told["groups"].get(partition, {}))
-        found |= {f"partition/{partition}/{name}": value for name, value in of_partition}
+    for partition in asked.overview(0).partitions:
+        if partitions is None or partition.name in partitions:
+            of_partition = _of_partition(partition, tasks, told["groups"].get(partition.name, {}))
+            found |= {f"partition/{partition.name}/{name}": value for name, value in of_partition}
     return found
 
 
 def _of_partition(
-    client: TransferQueueClient, partition: str, tasks: Sequence[str], groups: dict[str, Any]
+    partition: PartitionOverview, tasks: Sequence[str], groups: dict[str, Any]
 ) -> Iterator[tuple[str, float]]:
-    about = client.get_partition(partition)
-    if about is None:
-        return
-    yield "rows", float(about["rows"])
+    yield "rows", float(partition.rows)
     for state, count in groups.items():
         yield f"groups/{state}", float(count)
-    for task in tasks:
-        rows, consumed = client.get_consumption_status(task, partition)
-        if rows is not None and consumed is not None and len(rows):
-            yield f"consumed_share/{task}", int((consumed != 0).sum()) / len(rows)
+    consumed = {task.name: task.consumed for task in partition.tasks}
+    for task in tasks if partition.rows else ():
+        yield f"consumed_share/{task}", consumed.get(task, 0) / partition.rows

@@ -11,7 +11,7 @@ import mmap
 
 import numpy as np
 
-from transfer_queue.memory.bytes import PAGE
+from transfer_queue.memory.bytes import PAGE, Bytes, address_of
 from transfer_queue.memory.memfd import MAP_NORESERVE
 
 MADV_DONTNEED, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 4, 22, 23  # madvise(2)
@@ -48,6 +48,13 @@ def drop_written_pages(address: int, nbytes: int) -> None:
     lasts = written[np.concatenate([breaks - 1, [len(written) - 1]])]
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         advise(address + first * PAGE, (last - first + 1) * PAGE, MADV_DONTNEED)
+
+
+def own_pages(memory: Bytes) -> None:
+    """Have this process own all pages of a range of a private mapping, as they are now. They begin where `memory` does;
+    bytes are not changed."""
+    if not advise(address_of(memory), memory.nbytes, MADV_POPULATE_WRITE):  # before Linux 5.14
+        memory[::PAGE] |= 0
 
 
 def _written_pages(address: int, nbytes: int) -> np.ndarray | None:

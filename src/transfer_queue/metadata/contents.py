@@ -157,7 +157,7 @@ class BatchContents:
     @field_schema.setter
     def field_schema(self, schema: Schema) -> None:
         check_schema(schema, self._size)
-        self._schema, self._schema_shown = schema, True
+        self._schema, self._schema_shown = copy_schema(schema), True
 
     def _frozen_schema(self) -> Schema:
         return copy_schema(self._schema) if self._schema_shown else self._schema

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from hmac import compare_digest
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qsl
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from transfer_queue.wire.address import is_loopback_header
@@ -22,6 +23,7 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 COOKIE = "tq_page"
 OPEN_PATHS = frozenset({"/login", "/static/page.css", "/static/icon.svg"})  # nothing of the service is in them
 MAX_FORM_NBYTES = 4096
+FORM_S = 5.0  # so long a form may be on its way
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -33,6 +35,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
+    "connection": "close",  # one that waits for its next request would keep others out
 }
 
 
@@ -80,7 +83,11 @@ class Access:
         if not self._token:
             return RedirectResponse(".", 303) if path == "/login" else None
         if path == "/login" and request.method == "POST":
-            given = dict(parse_qsl((await _body(request)).decode("utf-8", "replace"))).get("token", "")
+            try:
+                form = await asyncio.wait_for(_body(request), FORM_S)
+            except (asyncio.TimeoutError, ClientDisconnect):
+                return PlainTextResponse("the form did not come\n", 408)
+            given = dict(parse_qsl(form.decode("utf-8", "replace"))).get("token", "")
             return self._admitted(".") if self._is_token(given) else RedirectResponse("login#wrong", 303)
         if path in OPEN_PATHS or self._has_pass(request):
             return None

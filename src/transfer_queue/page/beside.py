@@ -18,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 128
 STOP_S = 5.0
 NEEDED = ("starlette", "uvicorn")
+RECORDING = ("TQ_TRACE", "TQ_OTEL")  # a page asks all the time, and what it asks is no part of the job
 
 
 def check_installed() -> None:
@@ -60,8 +61,9 @@ def beside(address: str, port: int) -> Iterator[int]:
     with listen(LOOPBACK, port, "") as listener:
         command = [sys.executable, "-m", "transfer_queue.page", address, str(listener.fileno())]
         path = os.pathsep.join(one for one in sys.path if one)
+        unrecorded = {name: value for name, value in os.environ.items() if name not in RECORDING}
         process = subprocess.Popen(
-            command, stdin=ends, pass_fds=(listener.fileno(),), env={**os.environ, "PYTHONPATH": path},
+            command, stdin=ends, pass_fds=(listener.fileno(),), env={**unrecorded, "PYTHONPATH": path},
             start_new_session=True,
         )  # fmt: skip
         print(f"page: {url_of(listener)}", file=sys.stderr, flush=True)

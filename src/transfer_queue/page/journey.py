@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transfer_queue.client.client import TransferQueueClient
@@ -16,7 +17,7 @@ from transfer_queue.schema import DENSE, RAGGED, FieldSchema
 from transfer_queue.wire.messages.overview import RowEvent, RowInspected, RowOfTask
 
 MAX_EVENTS, MAX_READ = 100, 32
-MAX_ITEMS = 1 << 20  # along the first dimension of a tensor
+MAX_ITEMS, MAX_NUMBERS = 1 << 20, 1 << 26  # that are read of a tensor: along its first dimension, and in all
 
 
 def journey(client: TransferQueueClient, partition: str, key: str | None, row: int | None) -> dict[str, Any]:
@@ -77,24 +78,30 @@ def _previewed(client: TransferQueueClient, partition: str, row: int, field: Fie
         return _unread("cleared meanwhile")
     except TransferQueueError as error:  # pickled, lost with its host, no decoder here
         return _unread(printable(str(error), 300))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # of NumPy and torch, for odd dtypes
+        return _unread(f"cannot be shown: {printable(str(error), 300)}")
 
 
 def _unread(why: str) -> dict[str, Any]:
     return {"kind": "none", "type": "", "text": why}
 
 
+def _most(field: FieldSchema) -> int | None:
+    """How many items along the first dimension of a tensor are read in a moment; None where it cannot be cut there."""
+    if field.kind not in (DENSE, RAGGED) or not field.shape or -1 in field.shape[1:]:
+        return None
+    return min(MAX_ITEMS, MAX_NUMBERS // max(1, math.prod(field.shape[1:])))
+
+
 def _is_large(field: FieldSchema) -> bool:
-    """Tensors whose first dimension cannot be cut to a length that is read in a moment."""
-    size = 1
-    for number, length in enumerate(field.shape):
-        size *= min(length, MAX_ITEMS) if number == 0 else max(1, length)
-    return size > 64 * MAX_ITEMS
+    """A tensor of which not one item is read in a moment."""
+    return _most(field) == 0
 
 
 def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> Any:
     """The value itself; of a long tensor its beginning."""
     meta = BatchMeta([row], [partition], {field.name: {}}, [1])
-    can_cut = field.kind in (DENSE, RAGGED) and field.shape and -1 not in field.shape[1:]
-    part = {field.name: Slice(0, MAX_ITEMS)} if can_cut else None
+    most = _most(field)
+    part = None if most is None else {field.name: Slice(0, most)}
     column = client.get_data(meta, slices=part)[field.name]
     return column[0]

@@ -29,8 +29,8 @@ def preview(value: Any) -> dict[str, Any]:
         return {"kind": "image", "type": _image_type(value), "text": ""}
     if type(value) is torch.Tensor and not value.is_nested:
         return _numbers(value)
-    if type(value) is np.ndarray and value.dtype.kind in "biuf":
-        return _numbers(torch.from_numpy(value))
+    if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.dtype.char != "g":  # torch has no long double
+        return _numbers(torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False)))
     return {"kind": "object", "type": _name(value), "text": lines(_safe(value, DEPTH))}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transfer_queue.page.printable import printable
-from transfer_queue.wire.messages.overview import PartitionOverview, TaskOverview, WaitOverview
+from transfer_queue.wire.messages.overview import PartitionOverview, WaitOverview
 
 
 def short(wait: WaitOverview, partitions: Mapping[str, PartitionOverview]) -> str:
@@ -14,20 +14,18 @@ def short(wait: WaitOverview, partitions: Mapping[str, PartitionOverview]) -> st
     partition = partitions.get(wait.partition)
     if wait.partition and partition is None:
         return f"{who} waits for partition {printable(wait.partition)}"
-    task = None if partition is None else next((one for one in partition.tasks if one.name == wait.task), None)
-    if partition is None or task is None or wait.call != "get_meta":
+    if partition is None or wait.call != "get_meta":
         return f"{who} waits in {printable(wait.call)}" if wait.task else f"{who} waits"
-    return f"{who} waits for {_lacking(partition, task)}"
+    return f"{who} waits for {_lacking(partition, wait.fields)}"
 
 
-def _lacking(partition: PartitionOverview, task: TaskOverview) -> str:
-    written = {field.name: count for field, count in zip(partition.fields, partition.written, strict=True)}
-    wanted = {name for view in task.views for name in view.fields}
+def _lacking(partition: PartitionOverview, wanted: Sequence[str]) -> str:
     if not wanted:
         return "rows"
+    written = {field.name: count for field, count in zip(partition.fields, partition.written, strict=True)}
     least = min(wanted, key=lambda name: (written.get(name, 0), name))
     missing = partition.rows - written.get(least, 0)
     if missing > 0:
         return f"{missing:,} × {printable(least)}"
-    to_come = 0 if partition.declared is None else partition.declared - partition.rows
+    to_come = 0 if partition.declared is None else partition.declared - partition.rows - partition.cleared
     return f"{to_come:,} more rows" if to_come > 0 else "more rows"

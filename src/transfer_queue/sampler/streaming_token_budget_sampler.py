@@ -28,8 +28,9 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
     of rows. What a rank was dealt and has not fetched is kept for it. The first request for a `batch_index` deals until
     every rank has a budget's worth, or no group is left, and cuts a slice for each rank that has rows: the longest
     prefix within the budget, one row at least. Others who ask for the same rank and batch get the same slice. A rank
-    that has no rows gets nothing, until there are some. Once all rows of the partition are written
-    (`production_done`) the rest is dealt out, parts of groups too, and a rank without rows is done with that batch.
+    that has no rows gets nothing, until there are some: they may come back from a rank that did not use them. Once all
+    rows that the partition was declared to get are written (`production_done`) the rest is dealt out, parts of groups
+    too.
 
     A row's tokens are its tag `total_lengths`; one without it counts as a whole budget. A slice is remembered until one
     of its rows is cleared, or offered again because its lease ended. Without `token_budget` this is its parent.
@@ -104,7 +105,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             if batch_index in ranks.get(rank, {}):
                 continue
             rows = self._slice(where, rank, token_budget, allow_underfill or production_done)
-            if rows or (production_done and not self._bucket(where, rank)):
+            if rows:  # nothing is no answer: whoever asks for it waits
                 self._cache_result(partition_id, task_name, rank, batch_index, (rows, list(rows)))
 
     def _cache_result(self, partition_id: str, task_name: str, dp_rank: int, batch_index: Any, result: Sampled) -> None:
@@ -270,6 +271,11 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         super().load_checkpoint(state)
         self._buckets, self._resolved_lengths = state["_buckets"], state["_resolved_lengths"]
         self._remembered = {}
+        for batches in (
+            batches for tasks in self._states.values() for ranks in tasks.values() for batches in ranks.values()
+        ):
+            for batch in [batch for batch, (rows, _) in batches.items() if not rows]:  # of older versions
+                del batches[batch]
 
 
 def _terms(config: Mapping[str, Any]) -> tuple[int, int, int]:

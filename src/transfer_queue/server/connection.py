@@ -18,6 +18,7 @@ from transfer_queue.errors import (
     Aborted,
     AccessDenied,
     InternalError,
+    InvalidInput,
     ProtocolError,
     ServiceRestarted,
     TooManyConnections,
@@ -302,6 +303,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         if session.is_called_off(message.rid, self._number):
             self._send(m.Failed(message.rid, Aborted.code, "this request was called off before it was read"))
             return
+        for name in m.PLAIN.get(type(message), ()):
+            if (plain := getattr(message, name)) and m.nests_too_deep(plain):
+                text = f"{type(message).__name__}.{name}: lists and dicts in each other, more than {m.MAX_NESTING} deep"
+                self._send(m.Failed(message.rid, InvalidInput.code, text))
+                return
         ticket = (self, message.rid)
         try:
             for_units = type(message) in UNIT_REQUESTS

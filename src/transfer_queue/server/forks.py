@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import stat
 
 # Of processes that were watched, and of event loops. Not the pipes of those: libuv writes there in handlers of signals.
 UNUSED = {f"anon_inode:[{kind}]" for kind in ("pidfd", "eventpoll", "eventfd", "io_uring")}
+
+
+def watch(pid: int) -> int:
+    """A descriptor that is readable when this fork has ended (pidfd_open(2)). Raises `OSError` where there is none to
+    be had; then the fork is gone, for nobody would hear of its end."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def disconnect(kept: set[int]) -> list[int]:

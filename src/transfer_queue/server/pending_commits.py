@@ -126,6 +126,10 @@ class PendingCommits:
             self._unit.hand_over(block, owner)
         return here
 
+    def knows(self, session: bytes, rid: int) -> bool:
+        """Whether this commit was passed on: the controller has carried it out, perhaps."""
+        return (session, rid) in self.held or (session, rid) in self.done
+
     def of_block(self, number: int, owner: bytes) -> Asked | None:
         """The commit that holds a block of this session."""
         for asked, blocks in self.held.items():

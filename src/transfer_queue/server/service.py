@@ -296,7 +296,7 @@ class Service:
         if isinstance(message, m.DigestCells):
             self._late.start(ticket, message.rid, *self.digests.begin(message, session))
             return None
-        if self.journal is not None and type(message) in GROWING:
+        if self.journal is not None and type(message) in GROWING and not self.pending.knows(session.ident, message.rid):
             self.journal.check_room()
         if isinstance(message, m.Allocate):
             if message.timeout_s <= 0:

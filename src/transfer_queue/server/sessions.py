@@ -8,15 +8,15 @@ from typing import TypeAlias
 
 from transfer_queue.errors import InternalError
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.handshake import GRACE_S
 
 REMEMBERED_REPLIES, REMEMBERED_NBYTES = 4096, 4 << 20  # of each session
 LIGHT_NBYTES = 256
 TOO_LONG_AGO = "the request was carried out, but its answer is not kept any more: larger ones came since"
 REMEMBERED_CANCELS = 1024  # of each session
 REMEMBERED_ENDED = 1024  # sessions
-GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 TAKEN = (  # answers that gave something
-    m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent,
+    m.RowSet, m.Admitted, m.Allocated, m.Locked, m.Tickets, m.SlotsClaimed, m.GroupsLent, m.Counted,
 )  # fmt: skip
 Answer: TypeAlias = "tuple[m.Reply, Sequence[bytes | bytearray | memoryview]]"
 

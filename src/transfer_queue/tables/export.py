@@ -11,8 +11,10 @@ A batch is a row group. Everything is written beside its place, brought to the d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,20 +75,53 @@ def _told(found: PartitionTable, progress: Callable[[int, int], None] | None) ->
 
 
 def _one_file(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch], overwrite: bool) -> dict[str, int]:
-    draft = place.with_name(f".{place.name[:200]}.{secrets.token_hex(8)}.tmp")
-    try:
+    with _drafted(place) as draft:
         with ParquetFile(draft, found.schema) as file:
             for batch in batches:
                 file.write(batch)
         if not overwrite and os.path.lexists(place):
             raise FileExistsError(f"{place} exists")
         os.replace(draft, place)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
-        raise
     sync_directory(place.parent)
     return {"rows": file.rows, "files": 1, "bytes": place.stat().st_size}
+
+
+@contextlib.contextmanager
+def _drafted(place: Path) -> Iterator[Path]:
+    """An empty file beside the place, locked for this export; gone on an error. What killed ones left goes too."""
+    with contextlib.ExitStack() as held:
+        draft = None
+        while draft is None or _locked(draft, held) is False:  # somebody took it for one of a killed export
+            draft = place.with_name(f".{place.name[:200]}.{secrets.token_hex(8)}.tmp")
+            draft.touch(exist_ok=False)
+        try:
+            _remove_left(place)
+            yield draft
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                draft.unlink()
+            raise
+
+
+def _remove_left(place: Path) -> None:
+    """Drafts that nobody holds: their exports were killed."""
+    name = re.compile(re.escape(f".{place.name[:200]}.") + "[0-9a-f]{16}[.]tmp")
+    for one in [one for one in place.parent.iterdir() if name.fullmatch(one.name)]:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            if _locked(one, held):
+                one.unlink()
+
+
+def _locked(draft: Path, held: contextlib.ExitStack) -> bool | None:
+    """Hold the lock of that file. False where somebody else does, or it is gone; None where files have no locks."""
+    try:
+        file = held.enter_context(open(draft, "rb"))  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(draft), os.fstat(file.fileno()))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:  # of some network file systems
+        return None
 
 
 def _directory(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
@@ -148,7 +183,7 @@ class ParquetFile:
         self._schema = schema
 
     def __enter__(self) -> ParquetFile:
-        self._file = open(self.path, "xb", buffering=0)
+        self._file = open(self.path, "wb", buffering=0)
         try:
             self._writer = pq.ParquetWriter(self._file, self._schema, **_encoding(self._schema))
         except BaseException:

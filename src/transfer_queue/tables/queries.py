@@ -64,9 +64,13 @@ class Named:
             for one in node:
                 self.collect(one)
         elif isinstance(node, dict):
-            if node.get("type") in UNNAMED or node.get("ref_type") == "NATURAL" or node.get("using_columns"):
+            kind = node.get("type")
+            kind = kind if isinstance(kind, str) else ""  # of the number of a sampling clause it is a struct
+            if kind in UNNAMED or node.get("ref_type") == "NATURAL" or node.get("using_columns"):
                 self.is_all = False
-            if node.get("type") == "BASE_TABLE":
+            if node.get("show_type") == "SHOW_SPECIAL":  # of tables or databases, and none are here yet
+                raise InvalidInput("SQL: a partition is a table once a query names it; `tq ls` lists them")
+            if kind == "BASE_TABLE":
                 self.tables.add(str(node["table_name"]))
             elif node.get("class") == "COLUMN_REF":
                 self.columns.add(str(node["column_names"][-1]).casefold())

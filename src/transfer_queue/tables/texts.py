@@ -13,6 +13,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from transfer_queue.codec.described import Described
 
 MAX_DEPTH, MAX_ITEMS = 16, 256  # of a preview
+MAX_BITS = 4096  # of an integer in digits: Python refuses to write very long ones
 SAMPLED = 64  # items whose sizes stand for those of all
 
 
@@ -28,17 +29,36 @@ def clean(text: str) -> str:
 def text_of(value: Any, max_chars: int | None) -> str | None:
     """A string as it is, None as it is, anything else as JSON of at most `max_chars` characters (None: all of it).
 
-    What JSON does not have is described in a string, as in `<image, PNG file, 812 bytes>`. Nothing is evaluated.
+    What JSON does not have is described in a string, as in `<image, PNG file, 812 bytes>`; a number that is not finite
+    is null. Nothing is evaluated.
     """
     if value is None or type(value) is str:
         return None if value is None else clean(value)
-    text = clean(json.dumps(_plain(value, MAX_DEPTH, max_chars), ensure_ascii=False))
+    text = clean(_json(_plain(value, MAX_DEPTH, max_chars)))
     return text if max_chars is None or len(text) <= max_chars else text[: max(0, max_chars - 1)] + "…"
+
+
+def _json(plain: Any) -> str:
+    try:
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # some number is not finite
+        return json.dumps(_finite(plain), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(plain: Any) -> Any:
+    """Null in place of what is not finite."""
+    if type(plain) is float:
+        return plain if plain - plain == 0 else None
+    if type(plain) is list:
+        return [_finite(one) for one in plain]
+    return {name: _finite(one) for name, one in plain.items()} if type(plain) is dict else plain
 
 
 def _plain(value: Any, depth: int, max_chars: int | None) -> Any:
     """`value` as JSON has it; no more of it than a preview shows."""
     kind = type(value)
+    if kind is int and value.bit_length() > MAX_BITS:
+        return hex(value) if max_chars is None else f"<int of {value.bit_length()} bits>"
     if kind in (bool, int, float) or value is None:
         return value
     if kind is str:
@@ -54,8 +74,12 @@ def _plain(value: Any, depth: int, max_chars: int | None) -> Any:
         if not depth:
             return f"<{kind.__name__}>"
         pairs = itertools.islice(value.items(), items)
-        return {str(name): _plain(one, depth - 1, max_chars) for name, one in pairs}
+        return {_key(name): _plain(one, depth - 1, max_chars) for name, one in pairs}
     return _described(value, depth, max_chars)
+
+
+def _key(name: Any) -> str:
+    return hex(name) if type(name) is int and name.bit_length() > MAX_BITS else str(name)
 
 
 def _described(value: Any, depth: int, max_chars: int | None) -> Any:
@@ -64,7 +88,7 @@ def _described(value: Any, depth: int, max_chars: int | None) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _of_array(value, max_chars)
     if isinstance(value, np.generic):
-        return _plain(value.item(), 0, max_chars) if value.dtype.kind in "biufU" else str(value)[:MAX_ITEMS]
+        return _plain(value.item(), 0, max_chars) if _has_numbers(value.dtype) else str(value)[:MAX_ITEMS]
     if isinstance(value, (bytes, bytearray)):
         return f"<{len(value)} bytes>" if max_chars is not None else value.hex()
     return str(value)[: MAX_ITEMS if max_chars is not None else None]  # dates, paths, numbers of other kinds
@@ -93,7 +117,12 @@ def _of_array(value: Any, max_chars: int | None) -> Any:
             return (value.float() if value.dtype.is_floating_point else value).tolist()
         except RuntimeError:  # torch makes no numbers of some dtypes
             return f"<tensor {dtype} {shape}>"
-    return value.tolist() if value.dtype.kind in "biufU" else f"<array {dtype} {shape}>"
+    return value.tolist() if _has_numbers(value.dtype) else f"<array {dtype} {shape}>"
+
+
+def _has_numbers(dtype: Any) -> bool:
+    """Whether Python has its numbers, or texts: it has none as wide as a long double."""
+    return dtype.kind in "biufU" and dtype.char != "g"
 
 
 def bytes_of(value: Any) -> bytes | None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from transfer_queue.trace.lines import READ, USED, WROTE, TraceSpan
 from transfer_queue.trace.rows import Indexes
 
 MAX_STEPS = 64  # of one row
-MAX_ROWS = 1 << 24  # that are looked at when some are chosen
 Place = tuple[int, int]  # of a span: which process, and which of its spans
 
 
@@ -74,9 +74,8 @@ def _in_order(spans: Iterable[tuple[int, Place, TraceSpan]]) -> Iterator[RowStep
 
 
 def _flows(steps: Sequence[RowStep], most: int) -> list[tuple[str, list[Place]]]:
-    written = _rows([one.rows for one in steps if one.span.action == WROTE])
-    read = _rows([one.rows for one in steps if one.span.action != WROTE])
-    chosen = _evenly(np.intersect1d(written, read), most)
+    written = RowRuns(one.rows for one in steps if one.span.action == WROTE)
+    chosen = written.evenly_with(RowRuns(one.rows for one in steps if one.span.action != WROTE), most)
     ways: Mapping[int, list[Place]] = {row: [] for row in chosen.tolist()}
     for one in steps:
         for first, number in zip(one.rows[::2], one.rows[1::2], strict=True):
@@ -86,21 +85,34 @@ def _flows(steps: Sequence[RowStep], most: int) -> list[tuple[str, list[Place]]]
     return [(f"row {row}", _shortened(way)) for row, way in ways.items() if len(way) > 1]
 
 
-def _rows(runs: Iterable[Sequence[int]]) -> Indexes:
-    """The rows of some runs, each once, ascending; the first `MAX_ROWS`."""
-    found: list[Indexes] = []
-    left = MAX_ROWS
-    for one in runs:
-        for first, number in zip(one[::2], one[1::2], strict=True):
-            found.append(np.arange(first, first + min(number, left), dtype=np.int64))
-            left -= min(number, left)
-    return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+class RowRuns:
+    """The rows of some runs. They are never listed: a line of a trace may name billions of them."""
 
+    def __init__(self, named: Iterable[Sequence[int]]) -> None:
+        pairs = np.array([number for one in named for number in one], np.int64).reshape(-1, 2)
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        ends = np.maximum.accumulate(pairs.sum(axis=1))  # of runs that overlap, the last one
+        begins = np.ones(len(pairs), np.bool_)
+        begins[1:] = pairs[1:, 0] > ends[:-1]
+        self.firsts = pairs[begins, 0]
+        self.ends = ends[np.append(begins[1:], True)] if len(pairs) else ends
 
-def _evenly(rows: Indexes, most: int) -> Indexes:
-    if len(rows) <= most:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, most).round().astype(np.int64)] if most else rows[:0]
+    def has(self, rows: Indexes) -> npt.NDArray[np.bool_]:
+        """Which of these are among them."""
+        return np.searchsorted(self.firsts, rows, "right") > np.searchsorted(self.ends, rows, "right")
+
+    def evenly_with(self, others: RowRuns, most: int) -> Indexes:
+        """At most `most` of the rows that are here and among the others, ascending and evenly chosen."""
+        edges = np.unique(np.concatenate([self.firsts, self.ends, others.firsts, others.ends]))
+        firsts, ends = edges[:-1], edges[1:]  # between two edges rows are all alike
+        both = self.has(firsts) & others.has(firsts)
+        firsts, upto = firsts[both], np.cumsum((ends - firsts)[both])
+        total = int(upto[-1]) if len(upto) else 0
+        ranks = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(np.int64)
+        at = np.searchsorted(upto, ranks, "right")
+        before = np.append(np.int64(0), upto)[at]
+        found: Indexes = firsts[at] + ranks - before
+        return found
 
 
 def _shortened(way: list[Place]) -> list[Place]:

@@ -15,7 +15,7 @@ def get_logger(name: str | None, default_level: str = "WARNING") -> logging.Logg
     ValueError for a level that does not exist.
     """
     logger = logging.getLogger(name)
-    logger.setLevel(os.environ.get("TQ_LOGGING_LEVEL", default_level))
+    logger.setLevel((os.environ.get("TQ_LOGGING_LEVEL") or default_level).upper())
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(FORMAT))

@@ -143,12 +143,14 @@ class AsyncConnection(asyncio.BufferedProtocol):
     ) -> Found:
         """The reply and its payload, received straight into `into` when given.
 
-        Raises `DeadlineExceeded` or `ServiceUnavailable`.
+        Raises `DeadlineExceeded`, `ServiceUnavailable`, or `InvalidInput` for what cannot be sent.
         """
         if self.error is not None:
             raise kept(self.error)
         try:
             header = m.encode(request)
+            if len(header) > m.SMALL_HEADER_NBYTES:
+                m.check_length(request, header)
         except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()

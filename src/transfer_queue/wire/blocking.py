@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeAlias
@@ -16,12 +16,12 @@ import numpy as np
 
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire.address import TIMEVAL, Address, timeval
+from transfer_queue.wire.arena_fds import FD_SPACE, fds_in
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame, unsendable
 
 JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
 MIN_WAIT_S = 0.001
-FD_SPACE = socket.CMSG_SPACE(4)
 NO_LIMIT = bytes(TIMEVAL.size)
 MESSAGE_S, SLOWEST = 60.0, 20e6  # a message that has begun takes so long at most, and by its payload at this rate
 Into: TypeAlias = Callable[[int], memoryview]
@@ -54,6 +54,7 @@ class FrameSocket(Generic[M]):
         self.reader = FrameReader(decode, self._destination, max_header_nbytes)
         self.fds: list[int] = []
         self.max_nbytes: Callable[[M], int] | None = None  # of the payload that may come with a message, by what it is
+        self.check_long: tuple[float, Callable[[M, bytes], None]] = (math.inf, lambda message, header: None)
         self._encode = encode
         self._into: Into | None = None
         self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
@@ -70,6 +71,8 @@ class FrameSocket(Generic[M]):
         nbytes = 0 if payload is None else len(payload)
         try:
             header = self._encode(message)
+            if len(header) > self.check_long[0]:
+                self.check_long[1](message, header)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
@@ -94,9 +97,11 @@ class FrameSocket(Generic[M]):
         self.socket.sendall(payload)
         self.socket.settimeout(None)
 
-    def receive(self, timeout_s: float | None, into: Into | None = None, what: str = "waiting") -> tuple[M, memoryview]:
+    def receive(
+        self, timeout_s: float | None, into: Into | None = None, what: str = "waiting", stall_s: float = math.inf
+    ) -> tuple[M, memoryview]:
         """The next message with its payload, after at most `timeout_s`. None: however long it takes to begin, from then
-        on as long as its payload may take (`MESSAGE_S`, `SLOWEST`).
+        on as long as its payload may take (`MESSAGE_S`, `SLOWEST`). `stall_s`: how long no byte of it may come.
 
         `into(nbytes)` gives or refuses the memory of a payload; without it every payload is refused (`ProtocolError`).
         `what` was asked: for the error.
@@ -107,14 +112,16 @@ class FrameSocket(Generic[M]):
         is_patient = timeout_s is None
         if is_patient:
             timeout_s = self._patience()
-        self._limit(timeout_s)
+        stall_s = max(MIN_WAIT_S, stall_s)
+        self._limit(None if timeout_s is None else min(timeout_s, stall_s))
         started = time.monotonic()
         nbytes = self._spin(started + self.spin_s) if self.spin_s else None
         while True:
             nbytes = self._recv(0) if nbytes is None else nbytes
             waited_s = time.monotonic() - started
             if nbytes is None or (timeout_s is not None and waited_s > timeout_s):
-                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {timeout_s:.6g} s")
+                limit_s = stall_s if timeout_s is None else min(timeout_s, stall_s)
+                raise DeadlineExceeded(f"{what}: no answer from {self.peer} within {limit_s:.6g} s")
             self._found.extend(self.reader.advance(nbytes))
             if self._found:
                 self._into = None  # it may hold what it gave
@@ -126,7 +133,7 @@ class FrameSocket(Generic[M]):
                     started, waited_s = started + waited_s, 0.0
                 timeout_s = self._patience()
             if timeout_s is not None:
-                self._limit(max(MIN_WAIT_S, timeout_s - waited_s))
+                self._limit(max(MIN_WAIT_S, min(timeout_s - waited_s, stall_s)))
             nbytes = None
 
     def _patience(self) -> float | None:
@@ -180,9 +187,7 @@ class FrameSocket(Generic[M]):
 
     def _recv_with_fds(self, buffer: memoryview) -> int:
         nbytes, extras, _, _ = self.socket.recvmsg_into([buffer], FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in extras:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self.fds += array("i", data[: len(data) // 4 * 4])
+        self.fds += fds_in(extras)
         return nbytes
 
     @property
@@ -231,10 +236,12 @@ def at_most(limit: int) -> Into:
     return into
 
 
-def within(memory: memoryview) -> Into:
-    """For payloads that fit into the front of `memory`."""
+def within(memory: memoryview | None) -> Into:
+    """For payloads that fit into the front of `memory`; None: that have memory of their own."""
 
     def into(nbytes: int) -> memoryview:
+        if memory is None:
+            return memoryview(bytearray(nbytes))
         if nbytes > len(memory):
             raise ProtocolError(f"{nbytes} bytes where {len(memory)} were asked for")
         return memory[:nbytes]

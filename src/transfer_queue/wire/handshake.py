@@ -19,6 +19,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
 NONCE_NBYTES = 16
+GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 CLIENT, UNIT = ROLES = range(2)
 M = TypeVar("M", bound=m.Message)
 

@@ -220,6 +220,7 @@ def kv_watch(
 
 
 def kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> Operation[None]:
-    """Remove rows by key. Keys that do not exist are fine; a partition without rows left is gone."""
-    reply = (yield Call(m.Clear(session.next_rid(), partition_id, ops.key_list(keys), None)))[0]
+    """Remove rows by key. Keys that do not exist are fine; a partition without rows left is gone, unless more are to
+    come that were declared."""
+    reply = (yield Call(m.Clear(session.next_rid(), partition_id, ops.key_list(keys), None, spares=True)))[0]
     warn("kv_clear", reply.note)

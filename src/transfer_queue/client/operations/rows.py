@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -74,6 +74,20 @@ def get_meta(
         return BatchMeta.empty()
     terms = (*waiting(session, timeout_s), lease_s or 0.0)
     return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
+
+
+def field_list(names: Iterable[str]) -> list[str]:
+    """`InvalidInput` for one text in place of several names: it would be taken for names of one letter."""
+    if isinstance(names, str):
+        raise InvalidInput(f"data_fields is a list of names, got the text {names!r}")
+    return list(names)
+
+
+def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> None:
+    """`InvalidInput` for parts of fields that are not read."""
+    unknown = sorted({*(slices or ())} - set(fields))
+    if unknown:
+        raise InvalidInput(f"slices has {unknown}, which are not among the fields: {list(fields)}")
 
 
 def waiting(session: Session, timeout_s: float | None) -> tuple[float, bool]:
@@ -154,8 +168,8 @@ def num_rows(batch: Batch) -> int:
         count = size[0] if size else 0
     elif isinstance(batch, Mapping):
         name: str
-        first: Any
-        name, first = next(iter(batch.items()), ("", ()))
+        first: Any  # of the columns that have rows of their own
+        name, first = next((item for item in batch.items() if not _is_one_value(item[1])), ("", ()))
         if not hasattr(first, "__len__"):
             first = exchanged({name: first})[name]  # arrays of other libraries need not have a length
         try:
@@ -168,6 +182,11 @@ def num_rows(batch: Batch) -> int:
     if count < 1:
         raise InvalidInput("a batch needs at least one row")
     return count
+
+
+def _is_one_value(column: Any) -> bool:
+    """Whether it stands for the same value in all rows."""
+    return isinstance(column, NonTensorData) and not column.batch_size
 
 
 def batch_plan(session: Session, batch: Batch, rows: int) -> Operation[BlockPlan]:
@@ -231,29 +250,45 @@ def put(
     count = num_rows(data)
     if len(metadata) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
-    for positions, part in _by_partition(metadata):
-        rows_of_part = data if len(part) == count else _rows_at(data, positions)
-        plan = yield from planned(session, rows_of_part, data_parser)
-        schema = yield from _put_part(session, plan, part, strict_schema, dedupe)
+    whole, parts = parsed(data, data_parser), list[_PartPut]()
+    for positions, part in _by_partition(metadata):  # all are checked before any is written
+        of_part = whole if len(part) == count else _rows_at(whole, positions, count)
+        plan = yield from planned(session, of_part, None)
+        parts.append(_PartPut.of(plan, part))
+    for one in parts:
+        yield from one.carry_out(session, strict_schema, dedupe)
+    schema = field_specs(parts[-1].plan.schema())
     metadata.field_schema = {**metadata._frozen_schema(), **schema}
     metadata._set_ready()
     metadata._forget_tag_edits()
     return metadata
 
 
-def _put_part(
-    session: Session, plan: BlockPlan, meta: BatchMeta, strict: bool | None, dedupe: bool | None
-) -> Operation[dict[str, Any]]:
-    """Write to the rows of one partition, with the tags their holder changed."""
-    edits = meta._tag_edits()
-    tags = None
-    if edits:
-        unchanged: tuple[bool, dict[str, Any]] = (False, {})
-        tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
-    replaced = [position for position, (replace, _) in edits.items() if replace]
-    rows = TargetRows(meta.sole_partition, len(meta), None, meta.indexes.tobytes(), replaced, meta.service_id, strict)
-    yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, tags)
-    return field_specs(plan.schema())
+class _PartPut(NamedTuple):
+    """What is written to the rows of one partition, with the tags that their holder changed."""
+
+    plan: BlockPlan
+    meta: BatchMeta
+    tags: list[m.Tags] | None
+    replaced: list[int]
+
+    @staticmethod
+    def of(plan: BlockPlan, meta: BatchMeta) -> _PartPut:
+        """Raises where the tags cannot be stored."""
+        edits = meta._tag_edits()
+        tags = None
+        if edits:
+            unchanged: tuple[bool, dict[str, Any]] = (False, {})
+            tags = checked_tags([edits.get(position, unchanged)[1] for position in range(len(meta))], len(meta))
+        replaced = [position for position, (replace, _) in edits.items() if replace]
+        return _PartPut(plan, meta, tags, replaced)
+
+    def carry_out(self, session: Session, strict: bool | None, dedupe: bool | None) -> Operation[None]:
+        meta = self.meta
+        rows = TargetRows(
+            meta.sole_partition, len(meta), None, meta.indexes.tobytes(), self.replaced, meta.service_id, strict
+        )
+        yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, self.plan, rows, self.tags)
 
 
 def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
@@ -267,25 +302,33 @@ def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
     return [(positions, meta.select_samples(positions)) for positions in found.values()]
 
 
-def _rows_at(data: Batch, positions: list[int]) -> Batch:
-    """These rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a list."""
+def _rows_at(data: Batch, positions: list[int], count: int) -> Batch:
+    """These of `count` rows. A jagged tensor can't be indexed by torch, and not by tensordict before 0.11: it becomes a
+    list. `InvalidInput` for a column of another length."""
     found: dict[str, Any] = {}
     for name, column in items_of(data):
-        if isinstance(column, (NonTensorStack, NonTensorData)):
-            rows = rows_of(column)
-            found[name] = NonTensorStack(*[NonTensorData(rows[p]) for p in positions])
-        elif isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
-            rows = rows_of(column)
-            found[name] = [rows[p] for p in positions]
+        is_stack = isinstance(column, (NonTensorStack, NonTensorData))
+        if is_stack and not column.batch_size:
+            found[name] = column
+            continue
+        if is_stack or isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
+            rows: Any = rows_of(column)
         else:
-            found[name] = lists.column_of(column)[positions]
+            rows = lists.column_of(column)
+        if len(rows) != count:
+            raise InvalidInput(f"field {name!r} has {len(rows)} rows, expected {count}")
+        if is_stack:
+            found[name] = NonTensorStack(*[NonTensorData(rows[p]) for p in positions])
+        else:
+            found[name] = [rows[p] for p in positions] if isinstance(rows, list) else rows[positions]
     return found
 
 
 def set_tags(session: Session, meta: BatchMeta, tags: Sequence[Mapping[str, Any]]) -> Operation[None]:
     """Replace the tags of the rows."""
+    checked = checked_tags(tags, len(meta))
     for positions, part in _by_partition(meta):
-        wire = checked_tags([tags[p] for p in positions], len(part))
+        wire = [checked[position] for position in positions]
         request = m.SetTags(
             session.next_rid(), part.sole_partition, part.indexes.tobytes(), wire, True, part.service_id
         )
@@ -306,6 +349,7 @@ def get_data(
         log.warning("get_data: the metadata names no rows or no fields")
         return TensorDict({}, batch_size=[0])
     fields, life = metadata.field_names, metadata.service_id
+    check_slices(slices, fields)
     requests = [
         m.Get(session.next_rid(), part.sole_partition, None, part.indexes.tobytes(), fields, True, life)
         for part in _segments(metadata)

@@ -36,7 +36,7 @@ from transfer_queue.errors import (
     UnsupportedValue,
 )
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
-from transfer_queue.schema import OBJECTS
+from transfer_queue.schema import MIXED, OBJECTS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
 
@@ -206,6 +206,7 @@ def kv_update(
         return (yield from kv_empty(session, key, partition_id, _names(fields)))
     new, strict = _new_values(fields, values)
     update = _CellUpdate(_Target(partition_id, 1, [key]), new, _parser(chosen), strict)
+    yield from update.prepare(session)
     return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
@@ -214,6 +215,7 @@ def kv_empty(session: Session, key: str, partition_id: str, fields: str | list[s
     new: Columns = {name: [None] for name in _names(fields)}
     ops.checked_keys([key])
     update = _CellUpdate(_Target(partition_id, 1, [key]), new, lambda _, none: none, False)
+    yield from update.prepare(session)
     return keyed_meta(session, (yield from update.carry_out(session)), [key], partition_id)
 
 
@@ -279,10 +281,13 @@ def update(
     columns = {name: rows_of(column) for name, column in items_of(values)}
     if columns.keys() != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
+    updates = []
     for positions, part in ops._by_partition(metadata):
         target = _Target(part.sole_partition, len(part), None, part.indexes.tobytes(), part.service_id)
         of_part = {name: [column[position] for position in positions] for name, column in columns.items()}
-        written = _CellUpdate(target, of_part, chosen, False)
+        updates.append(_CellUpdate(target, of_part, chosen, False))
+        yield from updates[-1].prepare(session)  # all, before any is written
+    for written in updates:
         yield from written.carry_out(session)
         metadata.field_schema = {**metadata._frozen_schema(), **field_specs(written.plan.schema())}
     return metadata
@@ -307,34 +312,39 @@ class _Old(NamedTuple):
 
     values: Columns
     places: dict[str, Numbers]
-    objects: set[str]  # fields that hold no tensors
+    objects: set[str]  # fields of which rows hold no tensors
 
 
 class _CellUpdate:
     def __init__(self, target: _Target, new: Columns, parser: Parser, strict: bool) -> None:
         self.plan: BlockPlan
+        self._expected: bytes  # the blocks that the cells were read from
         self._target = target
         self._new = new
         self._parser = parser
         self._strict = strict
 
+    def prepare(self, session: Session) -> Operation[None]:
+        """Read and compute."""
+        old = yield from self._read(session)
+        self.plan = plan_batch(self._results(old), self._target.num, session.allow_pickle)
+        names = [field.name for field in self.plan.schema()]
+        self._expected = np.concatenate([old.places[name].reshape(-1) for name in names]).tobytes()
+
     def carry_out(self, session: Session) -> Operation[m.Committed]:
-        """Read, compute and write until nobody else wrote in between."""
+        """Write what was prepared; prepare it again until nobody else wrote in between."""
         deadline = time.monotonic() + session.timeout_s
+        where = self._target
         while True:
-            old = yield from self._read(session)
-            self.plan = plan_batch(self._results(old), self._target.num, session.allow_pickle)
-            names = [field.name for field in self.plan.schema()]
-            expected = np.concatenate([old.places[name].reshape(-1) for name in names]).tobytes()
-            where = self._target
             rows = TargetRows(
-                where.partition, where.num, where.keys, where.indexes, service=where.service, expected=expected
+                where.partition, where.num, where.keys, where.indexes, service=where.service, expected=self._expected
             )
             try:
                 return (yield from store(session, self.plan, rows, None))
             except CellsChanged as error:
                 if time.monotonic() >= deadline:
                     raise DeadlineExceeded(f"others wrote the cells each time they were read: {error}") from None
+            yield from self.prepare(session)
 
     def _results(self, old: _Old) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -345,7 +355,7 @@ class _CellUpdate:
             results = [self._parser(was, now) for was, now in zip(before, new, strict=True)]
             if self._strict:
                 _check_types(name, before, results)
-            if name in old.objects and not any(isinstance(result, torch.Tensor) for result in results):
+            if name in old.objects and not any(isinstance(one, torch.Tensor) for one in (*before, *results)):
                 found[name] = NonTensorStack(*map(NonTensorData, results))  # lists of numbers stay what they are
             else:
                 found[name] = results
@@ -388,7 +398,7 @@ class _CellUpdate:
             lying = np.stack([blocks, row_numbers(runs[:, 1:])])
             for name in part.fields:
                 old.places[name][:, places] = lying
-        old.objects.update(field.name for field in reply.schema if field.kind == OBJECTS)
+        old.objects.update(field.name for field in reply.schema if field.kind in (OBJECTS, MIXED))
         found = yield from read(session, [request], located=(reply, payload))
         for name in found.keys():  # noqa: SIM118  a TensorDict iterates over rows
             for place, value in zip(places, rows_of(found.get(name)), strict=True):

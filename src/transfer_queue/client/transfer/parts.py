@@ -13,7 +13,7 @@ from transfer_queue.codec.assemble import typed
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.nested import Offsets, jagged
 from transfer_queue.codec.rows import BlockBytes, Copier
-from transfer_queue.codec.slices import WHOLE, Slice, sliced
+from transfer_queue.codec.slices import Slice, sliced
 from transfer_queue.errors import SchemaConflict
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.schema import DENSE, FieldSchema
@@ -28,6 +28,7 @@ def sliced_fields(
     for name, part in slices.items():
         schema = _schema(name, replies)
         part.check(schema)
+        rest = Slice(dim=part.dim)  # of rows that another server has cut
         runs: list[tuple[BlockBytes, Ints, Slice]] = []
         for one in replies:
             for section in one.reply.parts:
@@ -35,7 +36,7 @@ def sliced_fields(
                     table = one.runs(section)
                     one.check(table)
                     for piece, first, count in table.tolist():
-                        block, how = one.blocks[piece].gathered, WHOLE if one.is_sliced(piece) else part
+                        block, how = one.blocks[piece].gathered, rest if one.is_sliced(piece) else part
                         _check_dtype(block, schema)
                         runs.append((block, np.arange(first, first + count), how))
         values, marks = sliced(name, runs, copier)

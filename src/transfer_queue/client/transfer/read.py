@@ -27,7 +27,7 @@ from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
 from transfer_queue.memory.handles import device_called
-from transfer_queue.schema import OBJECTS, FieldSchema
+from transfer_queue.schema import NESTED, OBJECTS, FieldSchema
 from transfer_queue.storage.transports import NotReached
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
@@ -157,6 +157,9 @@ def _assembled(
     schema = {field.name: field for field in replies[0].reply.schema}
     if not schema:
         return TensorDict({}, batch_size=[0])
+    for name in out or ():
+        if name not in schema or schema[name].kind in (OBJECTS, NESTED):
+            raise InvalidInput(f"out has {name!r}, which is not among the fields of tensors that are read")
     count = sum(one.reply.count for one in replies)
     parts = {name: part for name, part in slices.items() if name in schema}
     content = sliced_fields(parts, replies, copier, plain) if parts else {}

@@ -23,6 +23,7 @@ from transfer_queue.wire import messages as m
 
 WRITE_NBYTES = 32 << 20
 _TAG_VALUES = Lowering(None, allow_pickle=False)
+_NUMBERS = (np.bool_, np.integer, np.floating)  # travel as Python's
 _EXACT = frozenset((str, float, bool, type(None), bytes))
 
 
@@ -183,8 +184,11 @@ def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
         if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
             out[key] = value
             continue
+        if m.is_too_deep((value,)):
+            text = f"lists and dicts in each other, more than {m.MAX_NESTING} deep"
+            raise InvalidInput(f"tag {row}, name {key!r}: {text}; put such a value into a field")
         try:
-            out[key] = _TAG_VALUES.lower(value)
+            out[key] = _TAG_VALUES.lower(value.item() if isinstance(value, _NUMBERS) else value)
         except (UnsupportedValue, RecursionError) as error:
             raise UnsupportedValue(f"tag {row}, name {key!r}: {error}") from None
     return out

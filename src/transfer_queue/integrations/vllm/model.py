@@ -7,15 +7,17 @@ unusable when it fails: `workers.reloading` goes back then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from transfer_queue.errors import NotSupported
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
-from transfer_queue.integrations.workers.reloading import Named, ReloadTarget
+from transfer_queue.integrations.workers.reloading import Agrees, Named, ReloadTarget
 from transfer_queue.weights.receive.targets import Metas
+from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
 
 
@@ -23,10 +25,17 @@ class LoadedModel(ReloadTarget):
     takes_pieces = True
     _checkpoint: Checkpoint
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, agree: Agrees) -> None:
         super().__init__(model, Checkpoint(vllm_config, vllm_config.model_config), agree)
         self._vllm_config = vllm_config
         self._model_config = vllm_config.model_config
+
+    def check(self, contents: Contents) -> None:
+        """vLLM may move experts between workers with EPLB (`NotSupported`): the loader takes others then than when the
+        model was made, by which the version was fetched."""
+        if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
+            raise NotSupported("this server moves experts between its workers: start it without --enable-eplb")
+        super().check(contents)
 
     def wanted(self, tensors: Metas) -> Wants | None:
         return self._checkpoint.wanted(tensors)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.errors import Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
+from transfer_queue.errors import Incomplete, InvalidInput, ShapeMismatch, UnknownTensor, UnsupportedValue
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.sources import INDEX, SafetensorsSource, TensorMeta
 
@@ -85,7 +85,7 @@ def checkpoint_of(model: str, revision: str | None) -> SafetensorsSource | None:
             )
             folder = Path(found)
         return SafetensorsSource(folder)
-    except InvalidInput as error:
+    except (InvalidInput, UnsupportedValue) as error:
         log.info("the headers of the checkpoint %s cannot be read: %s", model, error)
     except (ImportError, OSError, ValueError) as error:  # a hub that is not there, or not installed
         log.info("no checkpoint of %s on this host: %r", model, error)

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ from transfer_queue.weights.version.manifest import Contents
 
 log = logging.getLogger("transfer_queue.weights")
 Named = Iterable[tuple[str, torch.Tensor]]
+Agrees: TypeAlias = "Callable[[bool, float], bool | None]"  # `Ranks.all`
 
 
 class Loading(NamedTuple):
@@ -37,10 +38,11 @@ class Loading(NamedTuple):
 
 
 class ReloadTarget(Target):
-    """`agree` tells whether the other workers of this server took the version too: all commit, or all go back. It is
-    called once in every commit (`voted`). Commits run in the thread that runs the forward passes."""
+    """`agree` tells whether the other workers of this server took the version too: all commit, or all go back; where it
+    does not know, what is here counts as a mixture. It is called once in every commit (`voted`). Commits run in the
+    thread that runs the forward passes."""
 
-    def __init__(self, model: torch.nn.Module, checkpoint: Headers, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, model: torch.nn.Module, checkpoint: Headers, agree: Agrees) -> None:
         self._model = model
         self._checkpoint = checkpoint
         self._agree = agree
@@ -73,14 +75,20 @@ class ReloadTarget(Target):
             log.exception("loading failed")
             fault = error
         self.voted = True
-        if not self._agree(fault is None):
+        agreed = self._agree(fault is None, timeout_s - (time.monotonic() - start))
+        if agreed is None:
+            self.broken = True
+            raise Broken("another worker of this server did not say whether it could load the version")
+        if not agreed:
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
         self._held, self._held_metas, self.tag, self.broken = prepared.copies, prepared.metas, tag, False
         trim_later()  # what the reload has freed: half of this worker's share of the model
         return Pause(time.monotonic() - start, 0.0)
 
     def _go_back(self, why: str) -> None:
-        """Load what was there before, and raise."""
+        """Load what was there before, and raise. After a mixture there is nothing that all workers had."""
+        if self.broken:
+            raise Broken(f"loading failed, and the weights were a mixture before: {why}")
         self.broken = True
         before: Named | None = self._checkpoint.tensors() if self._held is None else None
         if self._held is not None:

@@ -71,23 +71,30 @@ class SilentWorker:
     def finish_weight_update(self) -> None:
         """Commit, if every worker of this server can; otherwise none does. All of them had the same calls: where one of
         these ended the update, nobody has anything to do, and nobody asks the others. A fault that a worker met by
-        itself is no such end: the others ask it."""
+        itself is no such end: the others ask it. Whatever it finds, a worker speaks twice then: one that is late is
+        waited for no longer by some, and still meets what they said."""
         if not self._is_sent:
             return
         self._is_sent = False
+        self.target.voted = False
         done = self._lane.ended(self._patience_s)
         if not self._ranks.same(_number(self._engine.ready) if done else 0):
             self._give_up("not every worker of this server can take it")
             self._lane.add(self._engine.refuse, CommitFailed("not every worker of this server can take it"))
-            return
-        if not done or not self._engine.ready:
-            late = DeadlineExceeded("the update did not arrive in time")
-            self._lane.add(self._engine.refuse, late) if not done else self._engine.finish_weight_update()
-            return
-        self.target.voted = False
+        elif not done:
+            self._lane.add(self._engine.refuse, DeadlineExceeded("the update did not arrive in time"))
+        elif not self._engine.ready:
+            self._engine.finish_weight_update()
+        else:
+            self._commit()
+        if not self.target.voted:
+            self._ranks.all(False)
+
+    def _commit(self) -> None:
         start = time.monotonic()
         self._engine.finish_weight_update()
         if not self.target.voted:  # the others wait for what this one says
+            self.target.voted = True
             self._ranks.all(self._engine.outcome.installed)
         self._committed()
         log.info("%s after %.3f s", self.installed(), time.monotonic() - start)

@@ -113,8 +113,12 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[JournalFact]).decode
 
 
+# What `encoded` raises where a value in a fact is none of msgpack.
+UNWRITABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
+
+
 def encoded(facts: list[JournalFact]) -> bytes:
-    """The facts of an event."""
+    """The facts of an event. Raises `UNWRITABLE`."""
     data = _encode(facts)
     return len(data).to_bytes(LENGTH_NBYTES, "little") + data
 

@@ -6,6 +6,7 @@ one with a good one after it was damaged later: that is an error, for what comes
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,7 +15,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from xxhash import xxh3_64
@@ -34,6 +35,8 @@ LOCK, DRAFT = "lock", ".tmp"
 HEAD_NBYTES = 512  # the first frame, and zeros
 BUFFER_NBYTES = 1 << 20
 VACATE_S = 3.0  # how long the server before may take to end
+
+LockId: TypeAlias = tuple[int, int]  # the device and the inode of a lock
 
 
 @decodable
@@ -204,3 +207,18 @@ def claim(directory: Path) -> int:
             os.close(held)
             raise JournalInUse(f"another server keeps its journal in {directory}") from None
         return held
+
+
+def lock_id(lock: int | Path) -> LockId:
+    """Of a descriptor that `claim` returned, or of the file. Raises `OSError`."""
+    found = os.stat(lock)
+    return found.st_dev, found.st_ino
+
+
+def check_lock(directory: Path, lock: LockId | None) -> None:
+    """Raises `FileNotFoundError` where the directory is not the one that was claimed with this lock (None: any): it
+    was removed or moved away, and what lies at its path now may be the journal of another server."""
+    if lock is not None and lock_id(directory / LOCK) != lock:
+        raise FileNotFoundError(
+            errno.ENOENT, "it was removed or moved away, and another journal is there", str(directory)
+        )

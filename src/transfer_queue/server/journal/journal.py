@@ -16,8 +16,8 @@ from typing import Any
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
-from transfer_queue.server.journal.facts import JournalFact, SnapshotComplete, encoded
-from transfer_queue.server.journal.files import DRAFT, claim, name_of, numbers
+from transfer_queue.server.journal.facts import UNWRITABLE, JournalFact, SnapshotComplete, encoded
+from transfer_queue.server.journal.files import DRAFT, check_lock, claim, lock_id, name_of, numbers
 from transfer_queue.server.journal.kept_state import OWNER, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
@@ -68,6 +68,7 @@ class DiskJournal:
         `recover`."""
         self.directory = Path(os.path.abspath(directory))
         self.held = claim(self.directory)
+        self._lock = lock_id(self.held)
         self._kept = kept
         self._unit = unit
         self._broken = broken
@@ -88,18 +89,20 @@ class DiskJournal:
         self._run = _Run(self._position, self._fail, self._kept.loads)
         self._run.is_on = True
         try:
-            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()))
+            check_lock(self.directory, self._lock)
+            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()), self._lock)
             self._run.number = last_number(self.directory)
-        except (FileNotFoundError, JournalCorrupt) as error:
+        except (OSError, JournalCorrupt) as error:
             self._give_up(error)
             return
         self._begin(follows=False)
 
     def _give_up(self, error: Exception) -> None:
-        """The standby took over, and somebody removed the journal: rows can be read, and saved as a checkpoint."""
+        """The standby took over, and somebody removed the journal, or another one is there: rows can be read, and saved
+        as a checkpoint."""
         log.critical("%s: nothing can be promised any more, answers wait: %s", self.directory, error)
-        self.directory.mkdir(exist_ok=True)
-        self._run.payloads = Payloads(self.directory, ())
+        self._run.why = str(error)
+        self._run.payloads = Payloads(self.directory, None, self._lock)
         self._run.is_adrift = True
         self._run.log.shut(before=True)
 
@@ -111,7 +114,7 @@ class DiskJournal:
             await self._run.complete.wait()
         self._run.waits_for_first = False
         if self._run.awaited >= 0 or self._run.is_adrift:
-            free = os.statvfs(self.directory)
+            free = os.fstatvfs(self.held)
             text = f"{self._run.why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
             raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}: {text}")
 
@@ -127,8 +130,15 @@ class DiskJournal:
             return
         facts: list[JournalFact] = [*self._unit.take_facts(), *self._kept.take_facts()]
         if facts:
-            run.log.append(encoded(facts))
-            if self._is_long() and not run.snapshots and time.monotonic() >= run.next_s:
+            try:
+                event = encoded(facts)
+            except UNWRITABLE as error:
+                log.error("an event that cannot be written down, so a snapshot of all is: %s", error)
+                self._begin(follows=False)
+                return
+            run.log.append(event)
+            is_idle = not run.snapshots and run.awaited < 0  # no log follows one that may yet turn out useless
+            if self._is_long() and is_idle and time.monotonic() >= run.next_s:
                 self._begin(follows=True)
         if self._unit.unneeded:
             delete = self._unit.take_unneeded()
@@ -232,6 +242,7 @@ class DiskJournal:
             return
         self._run.loads = self._kept.loads
         try:
+            check_lock(self.directory, self._lock)
             number = self._run.number + 1
             file = LogFile(self.directory, number, self._run.log.position, follows)
         except OSError as error:
@@ -275,7 +286,7 @@ class DiskJournal:
         self._kept.hold_blocks(True)
         position = self._run.log.position if follows else self._run.log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit)
+            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit, self._lock)
         except OSError as error:
             if not self._run.snapshots:
                 self._kept.hold_blocks(False)
@@ -293,14 +304,16 @@ class DiskJournal:
             self._kept.hold_blocks(False)
             asyncio.get_running_loop().call_soon(self.has_let_go)
         path = self.directory / name_of("snapshot", written.number)
-        if status:
+        is_here = self._is_here()
+        if status or not is_here:
             log.error("%s was not written; see above", path)
-            path.with_suffix(DRAFT).unlink(missing_ok=True)
+            if is_here:
+                path.with_suffix(DRAFT).unlink(missing_ok=True)
             self._run.next_s = time.monotonic() + AGAIN_S
             if self._run.waits_for_first:
                 self._run.complete.set()
             elif written.number == self._run.awaited:
-                self._run.useless.append(written.number)
+                self._run.useless += [written.number] if status else []
                 asyncio.get_running_loop().call_later(AGAIN_S, self._begin, False)
             return
         if not path.exists():
@@ -313,6 +326,15 @@ class DiskJournal:
             self._run.complete.set()
             self._run.log.append(encoded([SnapshotComplete(written.number)]))
             self._run.log.open()
+
+    def _is_here(self) -> bool:
+        """Whether what lies at the path of the directory is this journal still."""
+        try:
+            check_lock(self.directory, self._lock)
+        except OSError as error:
+            log.error("%s", error)
+            return False
+        return True
 
     def _shrink(self) -> None:
         """Give the system what the blocks files do not need any more, a part at a time."""

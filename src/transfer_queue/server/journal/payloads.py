@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import PAGE, Bytes
-from transfer_queue.server.journal.files import name_of, numbers
+from transfer_queue.server.journal.files import LockId, check_lock, name_of, numbers
 from transfer_queue.storage.extents import Extents
 
 FILE_NBYTES = 4 << 30  # of addresses: what was not written takes no space
@@ -33,15 +33,17 @@ class Place(NamedTuple):
 class Payloads:
     """The blocks files of a journal. Taking and giving is the loop's; `write` and `read` run in helper threads."""
 
-    def __init__(self, directory: Path, used: Iterable[Place]) -> None:
-        """`used` is what blocks have there; everything else is free. Raises `JournalCorrupt` where two overlap."""
+    def __init__(self, directory: Path, used: Iterable[Place] | None, lock: LockId | None = None) -> None:
+        """`used` is what blocks have there, everything else is free; None: no file is opened. No new file is made where
+        the directory has another lock. Raises `JournalCorrupt` where two overlap, and `OSError`."""
         self._directory = directory
+        self._lock = lock
         self._files: dict[int, tuple[int, Extents]] = {}
         self.used_nbytes = 0
         try:
-            for number in numbers(directory, "blocks"):
+            for number in () if used is None else numbers(directory, "blocks"):
                 self._open(number)
-            for place in used:
+            for place in used or ():
                 if place.file not in self._files:
                     raise JournalCorrupt(f"{directory / name_of('blocks', place.file)} is missing")
                 self._files[place.file][1].claim(place.offset, place.nbytes)
@@ -49,7 +51,7 @@ class Payloads:
         except KeyError:
             self.close()
             raise JournalCorrupt(f"{directory}: blocks overlap") from None
-        except JournalCorrupt:
+        except (JournalCorrupt, OSError):
             self.close()
             raise
 
@@ -72,6 +74,7 @@ class Payloads:
             return place
         number = max(self._files, default=-1) + 1
         try:
+            check_lock(self._directory, self._lock)
             self._open(number, nbytes)
             memfd.sync_directory(self._directory)
         except OSError as error:

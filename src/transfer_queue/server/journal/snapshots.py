@@ -22,13 +22,15 @@ import numpy as np
 
 from transfer_queue.errors import JournalCorrupt
 from transfer_queue.memory.memfd import start_writing, sync_directory
-from transfer_queue.server.forks import disconnect
+from transfer_queue.server.forks import disconnect, watch
 from transfer_queue.server.journal.facts import EngineIs, JournalFact, LeftInEngine, decoded, encoded
 from transfer_queue.server.journal.files import (
     DRAFT,
     FORMAT,
     FrameFile,
     Head,
+    LockId,
+    check_lock,
     framed,
     headed,
     name_of,
@@ -59,14 +61,14 @@ class SnapshotProcess(NamedTuple):
     watch: int
 
 
-def fork(directory: Path, number: int, position: int, kept: KeptState, unit: KeptUnit) -> SnapshotProcess:
+def fork(directory: Path, number: int, position: int, kept: KeptState, unit: KeptUnit, lock: LockId) -> SnapshotProcess:
     """Begin to write a snapshot of now. Raises `OSError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
         pid = os.fork()
     if not pid:
-        _write_and_exit(directory, head_of(number, position, kept), kept, unit)
-    return SnapshotProcess(number, pid, os.pidfd_open(pid))
+        _write_and_exit(directory, head_of(number, position, kept), kept, unit, lock)
+    return SnapshotProcess(number, pid, watch(pid))
 
 
 def head_of(number: int, position: int, kept: KeptState) -> Head:
@@ -74,7 +76,7 @@ def head_of(number: int, position: int, kept: KeptState) -> Head:
     return Head(FORMAT, "snapshot", number, position, secrets.randbits(63), True, kept.reserved_rows)
 
 
-def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> NoReturn:
+def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, lock: LockId) -> NoReturn:
     """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart.
 
     It does not hold the directory: a server that begins meanwhile has higher numbers, and removes what this one left.
@@ -84,7 +86,7 @@ def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit
         gc.freeze()
         gc.disable()
         disconnect(set())
-        write(directory, head, kept, unit)
+        write(directory, head, kept, unit, lock)
         status = 0
     finally:
         if sys.exc_info()[0] is not None:
@@ -92,8 +94,10 @@ def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit
         os._exit(status)
 
 
-def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> None:
-    """Blocks until it is on the disk under its name. Raises `OSError`."""
+def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, lock: LockId | None = None) -> None:
+    """Blocks until it is on the disk under its name. Raises `OSError`, also where the directory has another lock by
+    then."""
+    check_lock(directory, lock)
     path = directory / name_of("snapshot", head.number)
     draft = path.with_suffix(DRAFT)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -107,6 +111,7 @@ def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+    check_lock(directory, lock)
     os.rename(draft, path)
     sync_directory(directory)
 

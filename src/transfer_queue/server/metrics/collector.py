@@ -56,6 +56,7 @@ class ServerCollector(Collector):
             yield from self._controller_sizes(self._controller)
             yield from self._groups(self._controller)
             yield from self._partitions(self._controller)
+            yield from self._fetch_waits(self._controller)
         yield from self._sizes()
         yield from self._unit_sizes()
         yield from self._unit_requests()
@@ -111,6 +112,21 @@ class ServerCollector(Collector):
             for state, number in counts.items():
                 series.add_metric([name, state], number)
         yield series
+
+    def _fetch_waits(self, controller: Controller) -> Iterator[Metric]:
+        """Of every task that is there, so that an alert ends with the wait."""
+        now = monotonic()
+        oldest = {(table.name, task): 0.0 for table in controller.tables.values() for task in table.tasks}
+        for one in controller.state.fetching.parked:
+            names = one.message.partition, one.message.task
+            oldest[names] = max(oldest.get(names, 0.0), 0.0 if one.since is None else now - one.since)
+        waits = GaugeMetricFamily(
+            "tq_oldest_fetch_wait_seconds", "For how long a task's oldest request for rows waits, 0 where none does.",
+            labels=["partition_id", "task_name"],
+        )  # fmt: skip
+        for names, oldest_s in oldest.items():
+            waits.add_metric(names, oldest_s)
+        yield waits
 
     def _sizes(self) -> Iterator[Metric]:
         service, unit = self._service, self._unit

@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
 
-from transfer_queue.server.forks import disconnect
+from transfer_queue.server.forks import disconnect, watch
 from transfer_queue.server.service import Service
 from transfer_queue.server.standby.journal import Journal, JournalUseless, Succession
 from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.server.standby.replay import replay
 from transfer_queue.storage.shm import Arena
+from transfer_queue.wire.arena_fds import received
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -124,13 +125,13 @@ class StandbyKeeper:
             (pid,) = forked
             if isinstance(pid, OSError):
                 raise pid
+            return Standby(pid, ours, watch(pid))
         except (OSError, RuntimeError):
             ours.close()
             journal.close()
             raise
         finally:
             theirs.close()
-        return Standby(pid, ours, os.pidfd_open(pid))
 
     def _send(self, arena: Arena) -> None:
         if self._standby is None:
@@ -224,7 +225,7 @@ def _wait_for_the_end(line: socket.socket) -> list[int] | None:
     """The arenas that came, once the server is gone; None when this standby is not needed any more."""
     arenas: list[int] = []
     while True:
-        data, descriptors, _, _ = socket.recv_fds(line, 1, 1)
+        data, descriptors = received(line, 1)
         arenas += descriptors
         if data == LEAVE:
             return None

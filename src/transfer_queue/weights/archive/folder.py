@@ -7,11 +7,13 @@
 
 A manifest is written when all buckets of its version are there, and carries its own digest as a name: who lists the
 folder sees whole versions only, on stores without renames, too. What is not listed any more is deleted after it.
+Whatever is not called as these are is somebody else's, and is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -26,6 +28,8 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.manifest import Manifest
 
 _MANIFEST = ".json"
+_FOLDER = re.compile(r"(\d{13,})-([\w.~%-]*)", re.ASCII)
+_FILE = re.compile(r"(\d{12,})-([a-z]+)-(\d+)-(\w+)(\.json|\.json\.part|\.\d{5,})", re.ASCII)
 
 
 class ArchivedVersion(NamedTuple):
@@ -48,13 +52,10 @@ class ArchivedVersion(NamedTuple):
     @staticmethod
     def parse(folder: str, name: str) -> ArchivedVersion | None:
         """The entry with this manifest; None for what is none."""
-        begun, _, run = folder.partition("-")
-        parts = name.removesuffix(_MANIFEST).split("-")
-        if not name.endswith(_MANIFEST) or len(parts) != 4:
+        run, file = _FOLDER.fullmatch(folder), _FILE.fullmatch(name)
+        if run is None or file is None or file[5] != _MANIFEST:
             return None
-        if not (begun.isdecimal() and parts[0].isdecimal() and parts[2].isdecimal()):
-            return None
-        return ArchivedVersion(int(begun), unquote(run), int(parts[0]), parts[1], int(parts[2]), parts[3])
+        return ArchivedVersion(int(run[1]), unquote(run[2]), int(file[1]), file[2], int(file[3]), file[4])
 
     @property
     def folder(self) -> str:
@@ -108,7 +109,8 @@ class Archive:
         return entry
 
     def retain(self, keep: int, *, timeout_s: float) -> None:
-        """Delete what is older than the newest `keep` full versions, also what was not written to its end."""
+        """Delete what is older than the newest `keep` full versions, also what was not written to its end. Nothing else
+        that lies there."""
         self._system.timed("deleting", timeout_s, self._retain, keep)
 
     def _entries(self) -> list[ArchivedVersion]:
@@ -117,7 +119,7 @@ class Archive:
 
     def _listed(self) -> Iterator[tuple[str, list[str]]]:
         """The folders of runs, in their order, with the names in each."""
-        for folder in sorted(self._system.names(self._root)):
+        for folder in sorted(filter(_FOLDER.fullmatch, self._system.names(self._root))):
             yield folder, self._system.names(f"{self._root}/{folder}")
 
     def _read(self, name: str) -> bytes:
@@ -141,7 +143,8 @@ class Archive:
         for folder, names in list(self._listed()):
             if folder > oldest.folder:
                 break
-            old = [one for one in names if folder < oldest.folder or one[:12] < f"{oldest.version:012}"]
+            mine = [found for found in map(_FILE.fullmatch, names) if found is not None]
+            old = [one[0] for one in mine if folder < oldest.folder or int(one[1]) < oldest.version]
             for name in sorted(old, key=lambda one: not one.endswith(_MANIFEST)):  # manifests first
                 with contextlib.suppress(FileNotFoundError):
                     self._files.rm_file(f"{self._root}/{folder}/{name}")

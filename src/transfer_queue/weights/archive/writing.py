@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported, TransferQueueError
 from transfer_queue.weights.archive.folder import Archive
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.receive.targets import Live, Pause, Target
@@ -21,6 +21,7 @@ from transfer_queue.weights.version.manifest import Contents, Manifest
 
 log = logging.getLogger("transfer_queue.weights")
 UPLOAD_S = 3600.0  # of one version
+LEAVE_S = 600.0  # that a program which ends waits for it
 
 
 class _Came(NamedTuple):
@@ -56,19 +57,23 @@ class _Writing(Target):
     def commit(self, prepared: _Came, tag: Any, timeout_s: float) -> Pause:
         with self._lock:
             self._upload = BackgroundCall("tq-archive", self._write, prepared, self._begun())
+            self._upload.outlast(LEAVE_S)
             self.tag = tag
         return Pause(0.0, 0.0)
 
     def _write(self, came: _Came, begun: float) -> None:
         try:
             self._archive.put(came.manifest, came.buckets, begun, timeout_s=UPLOAD_S)
-            if came.manifest.kind == "full":
-                self._archive.retain(self._keep, timeout_s=UPLOAD_S)
         except Exception as error:
             with self._lock:
                 self.tag = VersionInfo()  # differences to what is not there would be of no use
             log.error("version %s could not be written to %s: %s", came.manifest.version, self._archive.url, error)
             raise as_typed(error) from error
+        if came.manifest.kind == "full":
+            try:
+                self._archive.retain(self._keep, timeout_s=UPLOAD_S)
+            except TransferQueueError as error:  # the version is there: the next full one tries again
+                log.error("older versions in %s could not be deleted: %s", self._archive.url, error)
 
     def check(self, contents: Contents) -> None:
         """Whatever it is."""
@@ -97,7 +102,8 @@ class ArchiveReceiver(Receiver):
 
     `commit` returns once all is here and checked; a thread writes it, and the next update waits for that before it is
     verified, so at most two versions are in memory. `keep`: full versions that stay, with the differences to them.
-    After a write that failed, the next update raises what it was; the one after it is full. Adapters are refused.
+    The last one is there after `flush`, or the engine's `shutdown`. After a write that failed, the next update raises
+    what it was; the one after it is full. Adapters are refused.
     """
 
     answers = False

@@ -107,7 +107,8 @@ class Fleet(Follower):
             self.wait_ready([name], wait_s)
 
     def leave(self, name: str) -> None:
-        """Forget a replica, which keeps what it serves. Waits for a call to it to end, `call_timeout_s` at most."""
+        """Forget a replica, which keeps what it serves, and goes on generating if a fence has paused it. Waits for a
+        call to it to end, `call_timeout_s` at most."""
         with self._changed:
             if name not in self._replicas:
                 raise InvalidInput(f"no replica {name!r}")

@@ -63,6 +63,21 @@ class ReplicaMonitor:
                 rest_s = fleet.heartbeat_s if well or was_waited_for else longer_s
                 seen = newest
             fleet.wait_for_work(one, rest_s, seen)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """It has left, and nobody would end the pause that a fence of ours made."""
+        fleet, one = self._fleet, self._replica
+        timeout_s = min(PROBE_TIMEOUT_S, fleet.call_timeout_s)
+        if not one.busy.acquire(timeout=timeout_s):
+            return  # its round does not end: the pause has a lease
+        try:
+            if one.paused_by_us:
+                one.resume(fleet.publisher, Deadline(timeout_s))
+        except TransferQueueError as error:
+            log.info("replica %s, which has left, is paused until the lease ends: %s", one.name, error)
+        finally:
+            one.busy.release()
 
     def _infos(self) -> list[dict[str, Any]]:
         """What brings a replica to the newest version; nothing when that cannot be had."""

@@ -30,6 +30,9 @@ class Taking(Protocol):
     def counted(self, name: str, view: torch.Tensor) -> None:
         """A loader took this view into a tensor without memory: its data is not needed."""
 
+    def changing(self, name: str) -> None:
+        """A loader is about to write into this tensor, whose views see that; nobody else does."""
+
 
 class Lazy(torch.Tensor):
     """A tensor of the checkpoint, or a view of one. `take` is called when something needs its data."""
@@ -58,12 +61,17 @@ class Lazy(torch.Tensor):
         first: Any = args[0] if args else None
         if getattr(func, "is_view", False) and isinstance(first, Lazy):
             made = func(first._view, *args[1:], **(kwargs or {}))
-            return [first._at(one) for one in made] if isinstance(made, (list, tuple)) else first._at(made)
+            if isinstance(made, (list, tuple)):
+                return [first._at(one) for one in made]
+            if made.dtype == first.dtype:  # else a view of the bytes, which no box of the tensor is
+                return first._at(made)
         if func is aten.copy_.default and isinstance(args[1], Lazy) and not isinstance(first, Lazy):
             return _copied(func, first, args[1])
         if func is aten._local_scalar_dense.default and isinstance(first, Lazy):
             found = first._data()
             return 0 if found.is_meta else func(found)
+        if isinstance(first, Lazy) and first.numel() and func._schema.is_mutable:
+            first._take.changing(first._name)
         tree_map: Any = torch.utils._pytree.tree_map
         given = tree_map(lambda one: one._data() if isinstance(one, Lazy) else one, (args, kwargs or {}))
         return func(*given[0], **given[1])
@@ -110,6 +118,9 @@ class Notes:
     def counted(self, name: str, view: torch.Tensor) -> None:
         self(name, view)
 
+    def changing(self, name: str) -> None:
+        self._boxes.setdefault(name, {})[whole(self._metas[name][1])] = None
+
     def wants(self) -> Wants:
         return {name: _outermost(list(boxes)) for name, boxes in self._boxes.items()}
 
@@ -124,15 +135,16 @@ def _outermost(boxes: list[Box]) -> tuple[Box, ...]:
 
 
 class Supply:
-    """Loads from what came. `LookupError` for what did not: the loader took another way than in the rehearsal."""
+    """Loads a tensor from what came of it, which stays as it is. `LookupError` for what did not come: the loader took
+    another way than in the rehearsal."""
 
-    def __init__(self, tensors: Mapping[str, Supplied]) -> None:
-        self._tensors = tensors
+    def __init__(self, held: Supplied | None) -> None:
+        self._held = held
 
     def __call__(self, name: str, view: torch.Tensor) -> torch.Tensor:
         if not view.numel():
             return torch.empty(view.shape, dtype=view.dtype)
-        held = self._tensors.get(name)
+        held = self._held
         if held is None:
             raise LookupError(f"nothing of {name!r} is here")
         if isinstance(held, torch.Tensor):
@@ -147,10 +159,17 @@ class Supply:
     def counted(self, name: str, view: torch.Tensor) -> None:
         """A loader counts what it gets before it loads: nothing of what came is needed for that."""
 
+    def changing(self, name: str) -> None:
+        if isinstance(self._held, Pieces):
+            self._held = self._held.whole().clone(memory_format=torch.contiguous_format)
+
 
 def supplied(tensors: Mapping[str, Supplied], metas: Metas) -> Iterator[tuple[str, torch.Tensor]]:
-    """For a loader: those that are whole as they are, the others, also those of which nothing came, as `Lazy`."""
-    supply = Supply(tensors)
+    """For a loader: those that are whole as they are, the others, also those of which nothing came, as `Lazy`. It may
+    write into these, and not into the whole ones: differences, and going back, need them as they came."""
     for name, meta in metas.items():
         held = tensors.get(name)
-        yield (name, held) if isinstance(held, torch.Tensor) else next(lazies({name: meta}, supply))
+        if isinstance(held, torch.Tensor):
+            yield name, held
+        else:
+            yield from lazies({name: meta}, Supply(held))

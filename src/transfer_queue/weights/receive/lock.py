@@ -11,7 +11,8 @@ from transfer_queue.errors import DeadlineExceeded, InvalidInput
 
 
 class SharedLock:
-    """A writer that waits holds off new readers, but not a thread that reads already (it may enter again)."""
+    """A writer that waits holds off new readers, but not a thread that reads already (it may enter again). Tasks of one
+    loop are not told apart: one that waited here would keep the loop from ending what the writer waits for."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -29,7 +30,8 @@ class Pauses:
     it ends with the lease, or once another run takes over, so that a trainer that dies leaves nobody frozen. A pause
     without an owner is somebody else's, and lasts until it is resumed. Each owner holds one at a time, from when it was
     reached; until then the one before is held. Generation goes on when the last one has ended, and until then is paused
-    by the strongest mode of those that are held. Thread-safe."""
+    by the strongest mode of those that are held. One that waits and is overtaken by another owner's begins again after
+    that, until its time is up. Thread-safe."""
 
     def __init__(self, generation: Generation, timeout_s: float) -> None:
         self.generation = generation
@@ -37,31 +39,33 @@ class Pauses:
         self._lock = threading.Lock()  # never while the generation is being paused: that blocks
         self._held: dict[str, HeldPause] = {}  # by owner
         self._calls: set[HeldPause] = set()  # for which the generation is being paused just now
+        self._overtaken: set[HeldPause] = set()  # that wait for such calls of other owners to end
+        self._ended = threading.Condition(self._lock)  # such a call; or an overtaken one is not wanted any more
         self._reached = ""  # the mode that the generation was brought to; "" for none
 
     def owner(self, run_id: str = "") -> str:
         """The run that there is a pause of, or one that waits: this one if it has any; "" for none."""
         with self._lock:
-            found = [*self._held, *(one.owner for one in self._calls if one.wanted)]
+            found = [*self._held, *(one.owner for one in self._pending() if one.wanted)]
             return run_id if run_id in found else next((owner for owner in found if owner), "")
 
     def pause(self, mode: Mode, clear_cache: bool, owner: str, lease_s: float | None) -> None:
         """Blocks until nothing runs. Repeated by the owner it begins the lease anew."""
-        ours = HeldPause(owner, mode)
-        try:
-            with self._lock:
-                self._call_off(owner)
-                self._begin(ours)
-                strongest = _strongest([ours, *(one for one in self._held.values() if one.owner != owner)])
-            self.generation.pause(strongest, self._timeout_s, clear_cache)
-            with self._lock:
-                self._reached = _NOBODY_KNOWS if ours.crossed else strongest
-                if ours.wanted:
-                    self._hold(ours, lease_s)
-        finally:
-            with self._lock:
-                self._calls.discard(ours)
-            self._settle()
+        ours, end = HeldPause(owner, mode), time.monotonic() + self._timeout_s
+        with self._lock:
+            self._call_off(owner)
+            self._begin(ours)
+        while True:
+            try:
+                self._reach(ours, max(0.0, end - time.monotonic()), clear_cache, lease_s)
+                break
+            except Aborted:
+                if not self._begin_again(ours, end):
+                    raise
+            finally:
+                with self._lock:
+                    self._overtaken.discard(ours)
+                self._settle()
         if not ours.wanted and owner:
             raise Aborted("the pause was overtaken: by a resume, another pause, or another run")
 
@@ -72,18 +76,50 @@ class Pauses:
             self._end([owner])
             return
         with self._lock:
-            for one in {*self._held, *(call.owner for call in self._calls)}:
+            for one in {*self._held, *(call.owner for call in self._pending())}:
                 self._drop(one)
             self._resume()  # however it came to be paused
 
     def take_over(self, run_id: str) -> None:
         """End pauses of other runs."""
         with self._lock:
-            owners = {*self._held, *(one.owner for one in self._calls)}
+            owners = {*self._held, *(one.owner for one in self._pending())}
         self._end(owner for owner in owners if run_id and owner not in ("", run_id))
 
     def is_paused(self) -> bool:
         return self.generation.is_paused()
+
+    def _reach(self, ours: HeldPause, timeout_s: float, clear_cache: bool, lease_s: float | None) -> None:
+        """Pause the generation for this call, which has begun and ends here."""
+        try:
+            with self._lock:
+                strongest = _strongest([ours, *(one for one in self._held.values() if one.owner != ours.owner)])
+            self.generation.pause(strongest, timeout_s, clear_cache)
+            with self._lock:
+                self._reached = _NOBODY_KNOWS if ours.crossed else strongest
+                if ours.wanted:
+                    self._hold(ours, lease_s)
+        except Aborted:
+            with self._lock:
+                if ours.crossed:  # not by what somebody else did to the generation
+                    self._overtaken.add(ours)
+            raise
+        finally:
+            with self._lock:
+                self._leave(ours)
+
+    def _begin_again(self, ours: HeldPause, end: float) -> bool:
+        """Begin once no other call goes on, which would be overtaken in turn. False when it was not overtaken, or is
+        not wanted any more, or its time is up."""
+        with self._lock:
+            if ours not in self._overtaken:
+                return False
+            self._ended.wait_for(lambda: not (self._calls and ours.wanted), end - time.monotonic())
+            begins = ours.wanted and not self._calls and time.monotonic() < end
+            self._overtaken.discard(ours)
+            if begins:
+                self._begin(ours)
+            return begins
 
     def _end(self, owners: Iterable[str]) -> None:
         with self._lock:
@@ -108,7 +144,7 @@ class Pauses:
                     self.generation.pause(weaker.mode, self._timeout_s, False)
             finally:
                 with self._lock:
-                    self._calls.discard(weaker)
+                    self._leave(weaker)
                     self._reached = _NOBODY_KNOWS if weaker.crossed else weaker.mode
 
     # under the lock
@@ -118,6 +154,10 @@ class Pauses:
         for one in self._calls:
             one.crossed = True
         self._calls.add(ours)
+
+    def _leave(self, call: HeldPause) -> None:
+        self._calls.discard(call)
+        self._ended.notify_all()
 
     def _hold(self, ours: HeldPause, lease_s: float | None) -> None:
         before, self._held[ours.owner] = self._held.get(ours.owner), ours
@@ -135,9 +175,13 @@ class Pauses:
             ended.lease.cancel()
 
     def _call_off(self, owner: str) -> None:
-        for one in self._calls:
+        for one in self._pending():
             if one.owner == owner:
                 one.wanted = False
+        self._ended.notify_all()
+
+    def _pending(self) -> set[HeldPause]:
+        return self._calls | self._overtaken
 
     def _resume(self) -> None:
         for one in self._calls:

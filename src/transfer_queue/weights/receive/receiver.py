@@ -252,6 +252,9 @@ class Receiver:
     def reading(self, timeout_s: float = READ_TIMEOUT_S) -> Iterator[Live]:
         """For a forward pass: the module and its `VersionInfo` (`tag`), which does not change within. May be nested.
 
+        Not to be held over an `await`: all tasks of a loop are one thread, which may enter again while a commit waits,
+        so that tasks that overlap never let it in.
+
         `CommitFailed` while the receiver is dirty; `DeadlineExceeded` when a commit takes longer than `timeout_s`.
         """
         with self._target.reading(timeout_s) as live:
@@ -357,6 +360,9 @@ class Receiver:
         session = self._session
         if session is not None and session.opened is not None:
             self.end(reason, only=session)
+
+    def flush(self, timeout_s: float) -> None:
+        """Return once all that was committed is where it is to be: it is, unless something else writes it."""
 
     def scramble(self, timeout_s: float) -> None:
         """Overwrite the live weights with noise: dirty until a version of all of them is committed. A check that

@@ -6,6 +6,7 @@ new memory and returns to its place: whoever reads meanwhile gets one of the two
 
 What somebody besides the modules holds (an optimizer, a list of weights such as that of `torch.nn.LSTM`) would be read
 past the stand-in, so it is set one by one in the pause; so are buffers, and whatever is no plain `torch.nn.Parameter`.
+A forward pass may have put another tensor in the place of one of these since: that one is set, too.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ class Exchange:
 
     def __init__(self, module: torch.nn.Module, pairs: Sequence[Pair]) -> None:
         self.devices = {new.device for _, new in pairs if new.device.type != "cpu"}
-        self._pairs: list[Pair] = []  # to be set one by one
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor, Sequence[Place]]] = []  # to be set one by one
         self._stand_ins: list[StandIn] = []
         self._to_other: list[Entry] = []
         self._to_live: list[Entry] = []
         self._at_once: list[tuple[dict[str, Any], dict[str, Any]]] = []  # what `_to_other` says of large modules
         self._few: list[Entry] = []  # and of the others
         self._olds: list[Pair] = []
-        places = _places(module)
+        places = places_of(module)
         for live, new in pairs:
             found = places.get(id(live), [])
             if found and _is_plain(live):
                 other = torch.nn.Parameter(new, requires_grad=live.requires_grad)
                 self._stand_ins.append(StandIn(live, new, other, found))
             else:
-                self._pairs.append((live, new))
+                self._pairs.append((live, new, found))
 
     @property
     def num_single(self) -> int:
@@ -75,7 +76,7 @@ class Exchange:
             if sys.getrefcount(one.live) == alone + len(one.places) and _is_free(one.live, one.other):
                 kept.append(one)
             else:
-                self._pairs.append((one.live, one.new))
+                self._pairs.append((one.live, one.new, one.places))
         self._stand_ins = kept
         for live, _, other, places in kept:
             self._to_other += [(held, name, other) for held, name in places]
@@ -97,8 +98,9 @@ class Exchange:
 
     def turn(self) -> None:
         """In the pause. What it raises leaves a mixture, until `undo`."""
-        self._olds = [(live, live.data) for live, _ in self._pairs]
-        for live, new in self._pairs:
+        pairs = [(one, new) for live, new, places in self._pairs for one in (live, *instead_of(live, places))]
+        self._olds = [(live, live.data) for live, _ in pairs]
+        for live, new in pairs:
             point(live, new)
         for held, others in self._at_once:
             held.update(others)
@@ -134,14 +136,26 @@ def point(live: torch.Tensor, new: torch.Tensor) -> None:
     live.data = new
 
 
-def _places(module: torch.nn.Module) -> dict[int, list[Place]]:
-    """Where modules have each parameter, by its id."""
+def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
+    """Where modules have each parameter and buffer, by its id."""
     found: dict[int, list[Place]] = {}
     for part in module.modules():
-        held: Any = part._parameters
-        if isinstance(held, dict):
-            for name, parameter in held.items():
-                found.setdefault(id(parameter), []).append((held, name))
+        for held in (part._parameters, part._buffers):
+            if isinstance(held, dict):
+                for name, tensor in held.items():
+                    found.setdefault(id(tensor), []).append((held, name))
+    return found
+
+
+def instead_of(live: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+    """What is at these places by now instead of it. `CommitFailed` when its values would not fit."""
+    found = []
+    for held, name in places:
+        now = held.get(name)
+        if now is not live:
+            if now is None or (now.dtype, now.shape, now.device) != (live.dtype, live.shape, live.device):
+                raise CommitFailed(f"the module has another {name!r} than when the update was verified")
+            found.append(now)
     return found
 
 

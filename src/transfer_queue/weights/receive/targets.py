@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +29,7 @@ from transfer_queue.errors import (
 from transfer_queue.memory.handles import synchronize
 from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
-from transfer_queue.weights.receive.stand_ins import Exchange
+from transfer_queue.weights.receive.stand_ins import Exchange, Place, instead_of, places_of
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
@@ -165,11 +166,13 @@ class _ModuleTarget(Target):
 
 
 class _Change(NamedTuple):
-    """New bytes for a live tensor, and what takes them back."""
+    """New bytes for a live tensor, and what takes them back. `slot` is what the module had at `places`."""
 
     live: torch.Tensor
     new: Staged
     old: Staged | None
+    slot: torch.Tensor
+    places: Sequence[Place]
 
     def write(self) -> None:
         _put(self.live, self.new)
@@ -206,7 +209,7 @@ class InPlace(_ModuleTarget):
         self.stages_on_host = stage_on == "host"
 
     def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
-        slots = named_weights(self._module)
+        slots, places = named_weights(self._module), places_of(self._module)
         new = once(staged, ties(slots))
         whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
         lives = [slots[name].detach() for name in whole]
@@ -214,17 +217,21 @@ class InPlace(_ModuleTarget):
         news = [new[name].to(live.dtype) for name, live in zip(whole, lives, strict=True)]
         if self._stages_on_device:
             news = moved(news, lives)
-        found = [_Change(*one) for one in zip(lives, news, old, strict=True)]
+        made: list[tuple[str, torch.Tensor, Staged, Any]] = list(zip(whole, lives, news, old, strict=True))
         for name, patch in new.items():
             if isinstance(patch, Patch):
                 live = slots[name].detach()
-                found.append(_Change(live, patch, patch.before(live) if self._undo else None))
-        return found
+                made.append((name, live, patch, patch.before(live) if self._undo else None))
+        return [
+            _Change(live, value, before, slots[name], places.get(id(slots[name]), ()))
+            for name, live, value, before in made
+        ]
 
     def commit(self, prepared: list[_Change], tag: Any, timeout_s: float) -> Pause:
         with self._lock.writing(timeout_s) as drain_s:
             start = time.monotonic()
             interrupt: BaseException | None = None
+            prepared = self._with_replaced(prepared)
             _synchronize(tensor for change in prepared for tensor in (change.live, change.new))
             try:
                 self._write(prepared)
@@ -236,6 +243,17 @@ class InPlace(_ModuleTarget):
         if interrupt is not None:
             raise interrupt
         return pause
+
+    def _with_replaced(self, prepared: list[_Change]) -> list[_Change]:
+        """Forward passes that assign a buffer have put others in the place of what the version was prepared for."""
+        found = list(prepared)
+        for change in prepared:
+            for now in instead_of(change.slot, change.places):
+                if isinstance(change.new, Patch):
+                    raise CommitFailed("a tensor was replaced since the difference to it was verified")
+                live = now.detach()
+                found.append(_Change(live, change.new, live.clone() if self._undo else None, now, ()))
+        return found
 
     def _write(self, prepared: list[_Change]) -> None:
         patches = [change for change in prepared if isinstance(change.new, Patch) and change.live.device.type == "cpu"]
@@ -328,6 +346,7 @@ class Flip(_ModuleTarget):
         self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
         self._entered = threading.Condition()
         self._num_readers = {id(module): 0, id(spare): 0}
+        self._reads: ContextVar[Sequence[Live]] = ContextVar("tq-reads", default=())  # one, or none any more
 
     def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
         return once(staged, ties(named_weights(self._module)))
@@ -365,13 +384,18 @@ class Flip(_ModuleTarget):
     @contextmanager
     def _reading(self, timeout_s: float) -> Iterator[Live]:
         with self._lock.reading(timeout_s):
+            outer = self._reads.get()  # who reads within reading sees the same version
             with self._entered:
-                live = Live(self._module, self.tag)
+                live = outer[0] if outer else Live(self._module, self.tag)
                 self._num_readers[id(live.module)] += 1
+            found = [live]
+            self._reads.set(found)
             try:
                 yield live
             finally:
+                self._reads.set(outer)
                 with self._entered:
+                    found.clear()  # a task that was started within has it, and may go on
                     self._num_readers[id(live.module)] -= 1
                     self._entered.notify_all()
 

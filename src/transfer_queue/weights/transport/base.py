@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("transfer_queue.weights")
 REPORT_S = 0.5  # of waiting for the trainer to hear of a fault
+LEAVE_S = 600.0  # for what a receiver still writes
 
 
 class Engine(ABC):
@@ -153,9 +154,14 @@ class Engine(ABC):
             self._report(Deadline(5 * REPORT_S))
 
     def shutdown(self) -> None:
-        """Drop what is open and leave the trainer. The installed weights stay. Repeatable."""
+        """Drop what is open and leave the trainer. The installed weights stay; an archive has written its versions
+        when this returns (`LEAVE_S` at most), or the log says that it has not. Repeatable."""
         with self._busy:
             self._drop("shut down")
+            try:
+                self.receiver.flush(LEAVE_S)
+            except TransferQueueError as error:
+                log.error("what was committed is not all where it was to be: %s", error)
             if self._reports is not None:
                 self._reports.leave()
             self._close()

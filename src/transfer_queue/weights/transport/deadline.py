@@ -32,6 +32,10 @@ class Deadline:
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + checked_s(timeout_s)
 
+    def end_within(self, timeout_s: float) -> None:
+        """Be this time from now at the latest: somebody else who takes part waits no longer."""
+        self._end = min(self._end, time.monotonic() + checked_s(timeout_s))
+
     def left(self, what: str = "the update") -> float:
         """Seconds until then, more than 0. `DeadlineExceeded` once it passed."""
         left_s = self._end - time.monotonic()

@@ -39,7 +39,9 @@ from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import SLOWEST, at_most
 
-STALL_S = 10.0  # a bucket that has not come by then, and by its bytes at `SLOWEST`, is asked for elsewhere
+# A bucket of which nothing came for so long is asked for again; also one that others have, if it has not come by then,
+# and by its bytes at `SLOWEST`.
+STALL_S = 10.0
 REACH_S = 1.0  # of one of several addresses
 MAX_FAULTS = 3  # of one peer in one fetch
 REST_S = 0.2  # after a peer had no room for one more connection
@@ -251,11 +253,12 @@ class Transfers:
                 self._peers.remove(peer)
             peer.close()
 
-    def _bring(self, peer: Peer, index: int) -> None:
-        nbytes = self._manifest.buckets[index]
-        timeout_s = min(self._stall_s + nbytes / SLOWEST, self._deadline.left())
+    def _bring(self, peer: Peer, index: int, *, is_only: bool = False) -> None:
+        """`is_only`: nobody else has it, so it may be slow, as long as something comes."""
+        nbytes, left_s = self._manifest.buckets[index], self._deadline.left()
+        timeout_s = left_s if is_only else min(self._stall_s + nbytes / SLOWEST, left_s)
         place = room(nbytes)
-        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()))
+        got = peer.ask(p.GetBucket(self._key, index), timeout_s, p.exactly(place.numpy()), None, self._stall_s)
         if len(got) != nbytes:
             raise DigestMismatch(f"bucket {index} came with {len(got)} bytes instead of {nbytes}")
         self._stage(index, place, lend=True)
@@ -306,7 +309,7 @@ class _Work(Transfers):
             while (index := self._take(source)) is not None:
                 try:
                     peer = peer or self._linked_to(source.address)
-                    self._bring(peer, index)
+                    self._bring(peer, index, is_only=not self._has_others(source, index))
                     self._came()
                 except TooManyConnections as error:
                     if not self._rested(source.address, index, error):
@@ -379,6 +382,15 @@ class _Work(Transfers):
         with self._changed:
             self._todo.append(index)
             self._faults[address] += 1
-            able = [one for one in self._sources if self._has(one, index) and self._faults[one.address] < MAX_FAULTS]
+            able = self._able(index)
             self.stopped = self.stopped or self._ends_all(typed) or (None if able else typed)
             self._changed.notify_all()
+
+    def _able(self, index: int) -> set[Address]:
+        """Who has it and has not failed too often."""
+        able = (one for one in self._sources if self._has(one, index))
+        return {one.address for one in able if self._faults[one.address] < MAX_FAULTS}
+
+    def _has_others(self, source: Source, index: int) -> bool:
+        with self._changed:
+            return bool(self._able(index) - {source.address})

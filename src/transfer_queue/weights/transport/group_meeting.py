@@ -6,10 +6,11 @@ would get what was meant for it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,11 +24,12 @@ from transfer_queue.errors import (
     error_from_code,
 )
 from transfer_queue.structs import decodable
-from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
-from transfer_queue.weights.transport.ranks import RankFault
+from transfer_queue.weights.transport.ranks import BEYOND_S, RankFault
 
 PREFIX = "transfer_queue/weights/meeting"
+T = TypeVar("T")
 GIVEN_UP = "-"
 FIRST_S, LONGEST_S = 0.002, 0.25  # between two looks into the store
 LATE = "did not come to `trainer_init` in time: `timeout_s` has to cover the slowest rank"
@@ -50,7 +52,8 @@ class GroupMeeting:
     """One call of `trainer_init` on every rank of torch's process group. `InvalidInput`: see `check_group`.
 
     The calls of another rank have numbers, and rank 0 answers each once, in their order. The first value under a call's
-    key counts: the answer, or that the rank has given it up. So both know whether they have met. Where torch has no
+    key counts: the answer, or that the rank has given it up. So both know whether they have met. A store whose host is
+    frozen answers nobody, and has no deadlines of ours: threads ask it, and end when it answers. Where torch has no
     store, a broadcast waits for as long as the group does.
     """
 
@@ -59,6 +62,7 @@ class GroupMeeting:
         self._rank = rank
         self._store = _group_store()
         self._untold = list(range(1, world))
+        self._is_over = threading.Event()  # nobody waits for the store any more
 
     # rank 0
 
@@ -69,13 +73,16 @@ class GroupMeeting:
                 self._untold = []
                 _broadcast(place.text)
                 return
-            for rank in self._untold:  # before any is told
-                self._await(rank, deadline)
-            while self._untold:
-                if self._answer(self._untold[0], place.text):
-                    self._untold.pop(0)
-                else:
-                    self._await(self._untold[0], deadline)
+            self._asked(self._tell, deadline.left("meeting the ranks"), place.text, deadline)
+
+    def _tell(self, text: str, deadline: Deadline) -> None:
+        for rank in self._untold:  # before any is told
+            self._await(rank, deadline)
+        while self._untold:
+            if self._answer(self._untold[0], text):
+                self._untold.pop(0)
+            else:
+                self._await(self._untold[0], deadline)
 
     def tell_fault(self, error: BaseException) -> None:
         """Have those that were told nothing raise what ended rank 0, also if they come later. Does not wait for
@@ -86,12 +93,15 @@ class GroupMeeting:
             if self._store is None and self._untold:
                 _broadcast(text)
                 return
-            for rank in self._untold:
-                while not self._answer(rank, text):
-                    pass
+            self._asked(self._answer_all, BEYOND_S, text)
+
+    def _answer_all(self, text: str) -> None:
+        for rank in self._untold:
+            while not self._answer(rank, text):
+                pass
 
     def _await(self, rank: int, deadline: Deadline) -> None:
-        if not _until(lambda: self._waits(rank), deadline.left(f"meeting rank {rank}")):
+        if not self._until(lambda: self._waits(rank), deadline.left(f"meeting rank {rank}")):
             raise DeadlineExceeded(f"rank {rank} {LATE}")
 
     def _waits(self, rank: int) -> bool:
@@ -112,7 +122,7 @@ class GroupMeeting:
     def find(self, timeout_s: float) -> MeetingPlace:
         """What rank 0 tells. Raises its fault; `DeadlineExceeded`, `ServiceUnavailable` when the group is gone."""
         with _torch_faults():
-            text = _broadcast("") if self._store is None else self._told(timeout_s)
+            text = _broadcast("") if self._store is None else self._asked(self._told, timeout_s, timeout_s)
         found = msgspec.json.decode(text, type=MeetingPlace)
         if found.fault is not None:
             raise error_from_code(found.fault.code, f"rank 0: {found.fault.text}")
@@ -121,13 +131,33 @@ class GroupMeeting:
     def _told(self, timeout_s: float) -> str:
         key = f"{self._rank}/{self._store.add(f'{self._rank}/calls', 1)}"
         try:
-            _until(lambda: self._store.check([key]), timeout_s)
+            self._until(lambda: self._store.check([key]), timeout_s)
         finally:  # an interrupt too: rank 0 is not to count on this call
             told = self._store.compare_set(key, "", GIVEN_UP).decode()
         if told == GIVEN_UP:
             raise DeadlineExceeded(f"rank 0 {LATE}")
         self._store.delete_key(key)  # it has the token
         return str(told)
+
+    # both
+
+    def _asked(self, function: Callable[..., T], timeout_s: float, *args: Any) -> T:
+        """What this returns of the store, which has little more than that time. An interrupt ends the asking, too."""
+        try:
+            call = TimedCall(function, *args)
+            return call.result(Deadline(timeout_s + BEYOND_S), "the store of torch's process group")
+        finally:
+            self._is_over.set()
+
+    def _until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether it is within that time. The store's own `wait` keeps the store from all other threads."""
+        end, pause_s = time.monotonic() + timeout_s, FIRST_S
+        while not is_so():
+            left_s = end - time.monotonic()
+            if left_s <= 0 or self._is_over.wait(min(pause_s, left_s)):
+                return False
+            pause_s = min(2 * pause_s, LONGEST_S)
+        return True
 
 
 def check_group(rank: int, world: int) -> None:
@@ -151,18 +181,6 @@ def _broadcast(text: str) -> str:
     told = [text]
     torch.distributed.broadcast_object_list(told, 0)
     return told[0]
-
-
-def _until(is_so: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it is within that time. The store's own `wait` keeps the store from all other threads."""
-    end, pause_s = time.monotonic() + timeout_s, FIRST_S
-    while not is_so():
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            return False
-        time.sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, LONGEST_S)
-    return True
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
     GIVE_WHOLE,
@@ -116,6 +117,7 @@ class Holder:
         self._busy = threading.Lock()
         self._ticket: PublishTicket | None = None
         self._base: HeldBase | None = None
+        self._unsure: HeldDraft | None = None  # whose update failed here: rank 0 may have decided it nevertheless
         self.store = HeldBuckets(info.keep)
         self._link = RankLink(p.address_of(meet, token), info.rank)
         listening, self.address = listen_tcp(info.host, info.port)
@@ -134,7 +136,8 @@ class Holder:
         """This rank's part of the update that rank 0 leads, and its report. Every rank has to call it.
 
         Raises what ended the update, on every rank, at most 2 s after `deadline_s` (packing is not interrupted). What
-        was packed may be fetched until the version is given up, or followed by `keep` others.
+        was packed may be fetched until it is followed by `keep` others; after an error, until rank 0 says in the next
+        update that nobody has it.
         """
         deadline = Deadline(deadline_s)
         with self._busy:
@@ -163,6 +166,7 @@ class Holder:
 
     @system_faults()
     def _pack(self, version: int | None, deadline: Deadline, *, full: bool) -> HeldDraft:
+        version = None if version is None else checked_version(version)
         table = table_of(self._source)
         key = table.key
         self._link.meet(deadline.left())
@@ -173,6 +177,7 @@ class Holder:
         )  # fmt: skip
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
+        self._find_out(planned.newest)
         try:
             planned.plan.check(len(table))
             anchor, packed, changes = self._read(table, planned)
@@ -197,23 +202,37 @@ class Holder:
     @system_faults()
     def _serve(self, draft: HeldDraft, deadline: Deadline) -> SyncReport:
         """Have it fetched until the update has ended."""
-        sealed, changes = draft.sealed, draft.changes
-        try:
+        self._unsure = draft
+        report = self._link.bring("served", draft.turn, b"", deadline)
+        if report == GIVE_WHOLE:
+            self._follow(draft)
+            draft = self._unsure = draft._replace(changes=None)
             report = self._link.bring("served", draft.turn, b"", deadline)
-            if report == GIVE_WHOLE:
-                self._follow(draft)
-                changes = None
-                report = self._link.bring("served", draft.turn, b"", deadline)
-        except BaseException:  # nobody is to have it; an interrupt must not keep its memory
-            self.store.withdraw(sealed.key)
-            raise
-        if changes is not None:
+        self._unsure = None
+        self._keep(draft)
+        return msgspec.json.decode(report, type=SyncReport)
+
+    def _keep(self, draft: HeldDraft) -> None:
+        """It was decided."""
+        sealed = draft.sealed
+        if draft.changes is not None:
             self._follow(draft)
         elif self.info.anchor_every > 1:
             self._base = HeldBase(draft.anchor, sealed.whole_key, sealed.whole_first)
             self.store.add(sealed.whole_key, sealed.whole_first, draft.anchor.buckets)
         self.store.retain()
-        return msgspec.json.decode(report, type=SyncReport)
+
+    def _find_out(self, newest: str) -> None:
+        """What became of the version before, which may be fetched until then: rank 0 may give it to late receivers,
+        also where this rank heard of an error, or of nothing. No more memory is held than in any update."""
+        draft, self._unsure = self._unsure, None
+        if draft is None:
+            return
+        if draft.sealed.whole_key == newest:
+            self._keep(draft)
+        else:
+            self.store.withdraw(draft.sealed.key)
+            self.store.withdraw(draft.sealed.whole_key)
 
     def _follow(self, draft: HeldDraft) -> None:
         """The anchor has the changes of the draft, and is given as all of its version."""

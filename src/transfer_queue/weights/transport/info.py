@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from transfer_queue.weights.version.packing import BUCKET_NBYTES
 
 INIT_TIMEOUT_S = 60.0
 Info = Mapping[str, Any]
+MOST_VERSION = 1 << 62  # as manifests have it (`Count`)
 S = TypeVar("S", bound=msgspec.Struct)
 _one_at_a_time = threading.Lock()  # forms are anybody's: see `structs.decodable`
 
@@ -104,6 +106,17 @@ def parse(info: object, form: type[S]) -> S:
             return msgspec.convert(info, form)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{form.__name__}: {error}") from None
+
+
+def checked_version(asked: Any) -> int:
+    """The number of a version that somebody gave, as a number of Python's; `InvalidInput` for what is none."""
+    try:
+        found = operator.index(asked)
+    except TypeError:
+        raise InvalidInput(f"a version is a whole number, not of {type(asked).__name__}") from None
+    if found > MOST_VERSION:
+        raise InvalidInput("a version's number is at most 2 to the power of 62")
+    return found
 
 
 def key_of(manifest: Manifest) -> str:

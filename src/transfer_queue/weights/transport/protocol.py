@@ -5,6 +5,7 @@ The peer proves that it knows the token (`wire.handshake`), then asks one thing 
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -143,12 +144,17 @@ class Peer:
         return self.stream.receive(timeout_s)[0]
 
     def ask(
-        self, message: m.Message, timeout_s: float, into: Into | None = None, body: bytes | None = None
+        self,
+        message: m.Message,
+        timeout_s: float,
+        into: Into | None = None,
+        body: bytes | None = None,
+        stall_s: float = math.inf,
     ) -> memoryview:
         """The payload of the answer to a message, which may have one itself (`body`). Raises what the server answers
-        instead."""
+        instead. `stall_s`: how long no byte of it may come."""
         self.stream.send(message, timeout_s, body)
-        reply, payload = self.stream.receive(timeout_s, into)
+        reply, payload = self.stream.receive(timeout_s, into, stall_s=stall_s)
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, f"{_shown(self.address)}: {reply.text}")
         if not isinstance(reply, Sent):

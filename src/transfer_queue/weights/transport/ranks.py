@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -59,12 +60,14 @@ class RankOffer(msgspec.Struct, frozen=True):
 
 @decodable
 class Planned(msgspec.Struct, frozen=True):
-    """What rank 0 answers: `turn` names this update. `compares`: what differs from the base is to be packed."""
+    """What rank 0 answers: `turn` names this update. `compares`: what differs from the base is to be packed. `newest`:
+    the manifest's key of the version that late receivers are given until then."""
 
     turn: str
     version: int
     plan: ShardPlan
     compares: bool = False
+    newest: str = ""
 
 
 @decodable
@@ -91,8 +94,10 @@ class RankFault(msgspec.Struct, frozen=True):
 class _Brought:
     """What a rank has brought to a step, and what it is told."""
 
-    def __init__(self, step: str, body: bytes) -> None:
+    def __init__(self, step: str, body: bytes, timeout_s: float) -> None:
         self.step, self.body = step, body
+        self.until = time.monotonic() + timeout_s  # it waits
+        self.is_next = False  # an offer of a rank for which this turn is over: it waits for the next one
         self.answer: bytes | None = None
         self.error: TransferQueueError | None = None
 
@@ -104,7 +109,8 @@ class _Brought:
 class RankMeeting:
     """At rank 0: who has brought what. Connections call `bring` and `left`, the thread that sends calls the rest.
 
-    An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so.
+    An update is named by its `turn`, from `begin` to `end`. Who brings something to another one is told so. A rank
+    that was in it and comes with another offer waits for the next one, and hears nothing of this one any more.
     """
 
     def __init__(self, world: int) -> None:
@@ -112,7 +118,7 @@ class RankMeeting:
         self.turn = ""
         self._changed = threading.Condition()
         self._brought: dict[int, _Brought] = {}
-        self._taking: set[int] = set()  # ranks whose offers this turn has
+        self._taking: set[int] = set()  # ranks that are in this turn, or were: a further offer is for the next one
         self._visits: dict[int, object] = {}  # the connection over which a rank came last
         self._untold: set[object] = set()  # connections whose ranks have brought something, and have no answer yet
         self._fault: TransferQueueError | None = None  # why this turn cannot end well
@@ -126,7 +132,7 @@ class RankMeeting:
         rank, step, turn = asked.rank, asked.step, asked.turn
         if not 0 < rank < self.world:
             raise InvalidInput(f"rank {rank} of {self.world}: others than 0 come here")
-        mine = _Brought(step, body)
+        mine = _Brought(step, body, asked.timeout_s)
         with self._changed:
             if self._is_closed:
                 raise ServiceUnavailable(LEFT)
@@ -141,6 +147,9 @@ class RankMeeting:
             before = self._brought.get(rank)
             if before is not None and before.is_open:
                 before.error = Aborted("the rank has come again")
+            if step == "offer" and rank in self._taking:
+                mine.is_next = True
+                self._spoil(Aborted(f"rank {rank} has given up the update"))
             self._brought[rank] = mine
             self._changed.notify_all()
             self._changed.wait_for(lambda: not mine.is_open, asked.timeout_s)
@@ -152,6 +161,7 @@ class RankMeeting:
                 late = self._fault or self._late(step, besides=rank)  # who gave up is no longer there, but not late
                 if self.turn:  # the others would wait for this one in vain
                     self._spoil(late)
+                    self._taking.add(rank)
                 raise late
             return mine.answer
 
@@ -179,7 +189,10 @@ class RankMeeting:
             self._taking, self._fault = set(), None
 
     def gather(self, step: p.Step, deadline: Deadline) -> list[bytes]:
-        """What the other ranks bring to this step, in their order, once all have. Raises what one of them reports."""
+        """What the other ranks bring to this step, in their order, once all have. Raises what one of them reports.
+
+        An update ends, for all, by the earliest of their deadlines: it must not go on without one of them.
+        """
         others = range(1, self.world)
 
         def have_come() -> bool:
@@ -192,29 +205,34 @@ class RankMeeting:
             if self._fault is not None:
                 raise self._fault
             self._taking |= set(others)
-            return [self._brought[rank].body for rank in others]
+            brought = [self._brought[rank] for rank in others]
+            deadline.end_within(min(one.until for one in brought) - time.monotonic())
+            return [one.body for one in brought]
 
     def answer(self, bodies: Sequence[bytes]) -> None:
-        """Tell the ranks, in their order."""
+        """Tell the ranks that are in this turn, in their order."""
         with self._changed:
             for rank, body in enumerate(bodies, 1):
-                if rank in self._brought:
-                    self._brought[rank].answer = body
+                found = self._brought.get(rank)
+                if found is not None and not found.is_next:
+                    found.answer = body
             self._changed.notify_all()
 
     def end(self, error: TransferQueueError | None = None) -> None:
-        """The update is over; who waits is told why."""
+        """The update is over; who waits for it is told why. Who waits for the next one goes on waiting."""
         with self._changed:
             self.turn, self._taking, self._fault = "", set(), None
             for one in self._brought.values():
-                if one.is_open and error is not None:
+                if one.is_open and error is not None and not one.is_next:
                     one.error = kept(error)  # each is raised by another thread
+                one.is_next = False
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Nobody leads any more: who waits is told so. Returns when all were told, within that time."""
         with self._changed:
             self._is_closed = True
+        self.end()  # there is no next one
         self.end(ServiceUnavailable(LEFT))
         with self._changed:
             self._changed.wait_for(lambda: not self._untold, timeout_s)
@@ -241,7 +259,7 @@ class RankMeeting:
 
     def _is_at(self, rank: int, step: str) -> bool:
         found = self._brought.get(rank)
-        return found is not None and found.is_open and found.step == step
+        return found is not None and found.is_open and found.step == step and not found.is_next
 
     def _spoil(self, error: TransferQueueError) -> None:
         self._fault = self._fault or error

@@ -29,7 +29,7 @@ from transfer_queue.wire.visitors import Visitors
 
 log = logging.getLogger("transfer_queue.weights")
 HELLO_TIMEOUT_S = 5.0
-SEND_TIMEOUT_S = 60.0  # for a message or a bucket, to a peer that reads slowly
+SEND_TIMEOUT_S, SLOWEST_LINK = 60.0, 1e6  # for a message or a bucket, and by its bytes at this rate
 MAX_PEERS = 4096  # a receiver has one connection that lasts, and one for each stream while it fetches
 MAX_OUTCOMES = 4096
 MAX_LIST_NBYTES = 16 << 20  # of the buckets that a receiver lacks
@@ -199,7 +199,7 @@ class _Visit:
             self.stream.send(m.Failed(0, typed.code, cut_text(str(typed))), SEND_TIMEOUT_S)
             return 0
         try:
-            self.stream.send(p.Sent(), SEND_TIMEOUT_S, payload, fd)
+            self.stream.send(p.Sent(), SEND_TIMEOUT_S + len(payload) / SLOWEST_LINK, payload, fd)
         finally:
             if fd is not None:
                 os.close(fd)

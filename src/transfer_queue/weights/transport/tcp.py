@@ -271,7 +271,9 @@ class TcpTrainer(TrainerEngine):
         plans = self._planned(tables)
         base = "" if draft.base is None else key_of(draft.base.manifest)
         compares = draft.compares(tables, plans) and all(offer.base == base for offer in offers)
-        ranks.answer([msgspec.json.encode(Planned(ranks.turn, draft.version, one, compares)) for one in plans[1:]])
+        newest = key_of(self._newest[""]) if "" in self._newest else ""
+        planned = [Planned(ranks.turn, draft.version, one, compares, newest) for one in plans[1:]]
+        ranks.answer([msgspec.json.encode(one) for one in planned])
         packed = [draft.read(mine, parts_of(draft.source), plans[0], compares=compares)]
         others = ranks.gather("packed", deadline)
         for table, where, body in zip(tables[1:], plans[1:], others, strict=True):

@@ -50,8 +50,9 @@ class PublishTicket:
         return self._packed is not None
 
     def start(self, function: Callable[[], SyncReport]) -> PublishTicket:
-        """Have this go on in a thread of its own. Where it fails the log says so, as nobody may ask this ticket."""
-        BackgroundCall("tq-weights-publish", self._run, function, known=self._calls)
+        """Have this go on in a thread of its own, which a program that ends waits for. Where it fails the log says so,
+        as nobody may ask this ticket."""
+        BackgroundCall("tq-weights-publish", self._run, function, known=self._calls).outlast(LEAVE_S)
         return self
 
     def _run(self, function: Callable[[], SyncReport]) -> SyncReport:

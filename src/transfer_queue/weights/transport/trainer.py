@@ -35,7 +35,7 @@ from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.clients import Client, Follower, Partial
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed, system_faults
-from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, describe, key_of, parse
+from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
@@ -363,9 +363,10 @@ class TrainerEngine(ABC):
     def _number(self, label: str, asked: int | None) -> int:
         """A number that was given up may be asked for again: nobody has that version."""
         last = self._taken.get(label, 0)
-        if asked is not None and asked <= last:
-            raise StaleVersion(f"version {asked} after {last}")
-        return self._numbers.get(label, 0) + 1 if asked is None else asked
+        found = checked_version(self._numbers.get(label, 0) + 1 if asked is None else asked)
+        if found <= last:
+            raise StaleVersion(f"version {found} after {last}")
+        return found
 
     def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
         self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0

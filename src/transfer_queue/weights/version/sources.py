@@ -29,6 +29,8 @@ _SAFETENSORS = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    _SAFETENSORS["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 class TensorMeta(NamedTuple):
@@ -79,7 +81,7 @@ class StateDictSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         for name, tensor in tensors.items():
             check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
-        called = new_names(list(tensors), rename)
+        self._called = called = new_names(list(tensors), rename)
         tensors = {called[name]: tensor for name, tensor in tensors.items()}
         self._aliases = ties(tensors)
         self._tensors = {name: tensor for name, tensor in tensors.items() if name not in self._aliases}
@@ -114,14 +116,52 @@ class StateDictSource:
 
 
 class ModuleSource(StateDictSource):
-    """The parameters and persistent buffers of a module as they are now (later in-place updates are seen).
+    """The parameters and persistent buffers that a module has when they are read, also those that replaced others.
 
     What torch.compile and DistributedDataParallel put before names, anywhere in the module, is left out (see
-    `named_weights`); `rename` is asked for what remains.
+    `named_weights`); `rename` is asked for what remains, once. Names, shapes and ties stay what they were at first:
+    reading raises `InvalidInput` when the module has others.
     """
 
     def __init__(self, module: torch.nn.Module, *, rename: Rename | None = None) -> None:
+        self._module = module
         super().__init__(named_weights(module), rename=rename)
+
+    def specs(self) -> list[TensorMeta]:
+        self._look_again()
+        return super().specs()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._look_again()
+        return super().tensors()
+
+    def shards(self) -> list[TensorShard]:
+        self._look_again()
+        return super().shards()
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._look_again()
+        return super().parts()
+
+    def _look_again(self) -> None:
+        """A forward pass that assigns a buffer, `.to()`, and `load_state_dict(assign=True)` replace tensors."""
+        found = named_weights(self._module)
+        if found.keys() != self._called.keys():
+            other = min(found.keys() ^ self._called.keys())
+            raise InvalidInput(f"the module {'got' if other in found else 'lost'} {other!r} since its source was made")
+        now = {self._called[name]: tensor for name, tensor in found.items()}
+        replaced = [name for name, before in self._tensors.items() if now[name] is not before]
+        for name in replaced:
+            check_plain(name, local_of(now[name]) if is_sharded(now[name]) else now[name])
+            if now[name].shape != self._tensors[name].shape:
+                shapes = list(now[name].shape), list(self._tensors[name].shape)
+                raise InvalidInput(f"{name!r} is {shapes[0]}, and was {shapes[1]} when the module's source was made")
+        for alias, name in self._aliases.items():
+            if not ties({name: now[name], alias: now[alias]}):
+                raise InvalidInput(f"{alias!r} was {name!r} when the module's source was made, and is not any more")
+        if replaced:
+            self._tensors = {name: now[name] for name in self._tensors}
+            self.__dict__.pop("_held", None)
 
 
 class Once:
@@ -205,8 +245,8 @@ def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     DistributedDataParallel or DataParallel, `module.` are left out wherever they stand. A module that somebody has
     called `module` keeps its name.
     """
-    state = module.state_dict(keep_vars=True)
-    found = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+    found: dict[str, torch.Tensor] = {}
+    _add_state(module, "", found)
     if not any("module." in name or COMPILED in name for name in found):
         return found
     wrapped = {
@@ -216,6 +256,33 @@ def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     if len(set(called.values())) < len(called):
         return found
     return {called[name]: tensor for name, tensor in found.items()}
+
+
+def _add_state(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor]) -> None:
+    """What `state_dict(keep_vars=True)` gives, in its order, without extra state. It is asked itself where somebody has
+    changed what it does; elsewhere it would take most of the time of many small modules."""
+    if not _has_plain_state(module):
+        state = module.state_dict(prefix=prefix, keep_vars=True)
+        found.update((name, tensor) for name, tensor in state.items() if name.rpartition(".")[2] != EXTRA_STATE)
+        return
+    left_out = module._non_persistent_buffers_set
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            found[prefix + name] = parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in left_out:
+            found[prefix + name] = buffer
+    for name, part in module._modules.items():
+        if part is not None:
+            _add_state(part, f"{prefix}{name}.", found)
+
+
+def _has_plain_state(module: torch.nn.Module) -> bool:
+    """Whether nobody has a hand in its own part of a state dict."""
+    kind, plain = type(module), torch.nn.Module
+    if kind.state_dict is not plain.state_dict or kind._save_to_state_dict is not plain._save_to_state_dict:
+        return False
+    return not (module._state_dict_hooks or module._state_dict_pre_hooks or "state_dict" in module.__dict__)
 
 
 def new_names(names: Sequence[str], rename: Rename | None) -> dict[str, str]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 Tags: TypeAlias = dict[str, Any]
+# Whoever keeps plain values encodes them again, in a listing, a checkpoint, a journal, with less of the stack left. One
+# that is refused there is of a request that was carried out already.
+MAX_NESTING = 64
+_CONTAINERS = frozenset((dict, list, tuple))
 Seconds = Annotated[float, msgspec.Meta(ge=-1e300)]  # any but NaN, which is neither before nor after any deadline
 
 
@@ -83,3 +89,22 @@ class Waiting(Reply):
     """Not the answer yet: the request stays parked, and `text` says what is missing."""
 
     text: str
+
+
+def is_too_deep(values: Iterable[Any]) -> bool:
+    """Whether lists, tuples and dicts are nested more than `MAX_NESTING` deep in one of these values."""
+    level = _containers(values)
+    for _ in range(MAX_NESTING):
+        if not level:
+            return False
+        level = _containers(chain.from_iterable(map(_content, level)))
+    return bool(level)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Each once: in a value of a caller one may be in many places, or in itself."""
+    return list({id(one): one for one in values if type(one) in _CONTAINERS}.values())
+
+
+def _content(one: Any) -> Iterable[Any]:
+    return chain(one, one.values()) if type(one) is dict else one

@@ -6,11 +6,13 @@ from transfer_queue.wire.messages.base import Reply, Request, Seconds
 
 
 class Ack(Request):
-    """`rows` of a lease (None: all that are left) are used: the task never gets them again."""
+    """`rows` of a lease (None: all that are left) are used: the task never gets them again. Rows that were given back
+    are refused, or left out with `but_returned`."""
 
     lease: int
     rows: bytes | None
     service: bytes = b""
+    but_returned: bool = False
 
 
 class Renew(Request):

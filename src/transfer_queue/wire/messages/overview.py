@@ -24,8 +24,9 @@ class ViewOverview(msgspec.Struct, array_like=True):
 
 
 class TaskOverview(msgspec.Struct, array_like=True):
-    """Rows of one consumer group. `kept`: for others of its ranks; `returned`: came back from a lease without an
-    acknowledgement and are neither used nor dead yet; `dead`: dead letters. `max_age`: in versions, None: any."""
+    """Rows of one consumer group. `kept`: for one of its ranks, for a loop that went back to an earlier step, or
+    until the delay of a `nack` is over; `returned`: came back from a lease without an acknowledgement and are neither
+    used nor dead yet; `dead`: dead letters. `max_age`: in versions, None: any."""
 
     name: str
     leased: int
@@ -40,7 +41,8 @@ class TaskOverview(msgspec.Struct, array_like=True):
 
 class PartitionOverview(msgspec.Struct, array_like=True):
     """`rows` that somebody claimed; `declared`: how many there will be, where that was said. `written` has the number
-    of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit."""
+    of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit. `cleared`: how many more of
+    the declared rows were there."""
 
     name: str
     rows: int
@@ -50,11 +52,12 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     written: list[int]
     tasks: list[TaskOverview]
     lost: int
+    cleared: int = 0
 
 
 class WaitOverview(msgspec.Struct, array_like=True):
     """A request that waits: what was called, for which partition and task ("" where it is for none), how long it has
-    waited, how long it will yet, and what it lacks, in words."""
+    waited, how long it will yet, and what it lacks, in words. `fields`: that a fetch asks for."""
 
     call: str
     partition: str
@@ -63,6 +66,7 @@ class WaitOverview(msgspec.Struct, array_like=True):
     waited_s: float | None
     left_s: float
     lacks: str
+    fields: list[str] = []
 
 
 class LeaseOverview(msgspec.Struct, array_like=True):

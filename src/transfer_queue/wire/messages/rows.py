@@ -125,12 +125,20 @@ class Names(Reply):
 
 
 class Clear(Request):
-    """Remove rows (`keys`, `rows`, or the whole partition when both are None). Unknown ones are ignored."""
+    """Remove rows (`keys`, `rows`, or the whole partition when both are None). Unknown ones are ignored. With its last
+    key a partition is gone, but with `spares` only when no more rows are to come that were declared."""
 
     partition: str
     keys: list[str] | None
     rows: bytes | None
     service: bytes = b""
+    spares: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a client asks, whose requests have numbers from 1: what the service takes back by itself was never
+        there for anybody."""
+        return self.rid != 0
 
 
 class SetTags(Request):
