@@ -26,17 +26,21 @@ FOR_PEOPLE = (m.ServiceOverview.__name__, m.RowInspected.__name__)
 
 def decode_reply(header: memoryview) -> m.Message:
     """A message of the server. One with a value that this process cannot make, such as a tag whose type is registered
-    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it. What people
-    look at has a description there (`codec.described`)."""
+    elsewhere only, is an error of the call that asked; others that use the connection do not hear of it."""
     try:
         return _decode(header)
     except (UnsupportedValue, ProtocolError) as error:
-        kind, number = _items_of(header)[:2]
-        if type(error) is UnsupportedValue and msgspec.msgpack.decode(kind) in FOR_PEOPLE:
-            from transfer_queue.codec.described import DescribingLifting  # it brings torch, which looks do not need
+        return _not_made(header, error)
 
-            return msgspec.msgpack.decode(header, type=m.ServerMessage, ext_hook=DescribingLifting()._lift)
-        return m.Failed(_number_of(number), error.code, str(error))
+
+def _not_made(header: memoryview, error: UnsupportedValue | ProtocolError) -> m.Message:
+    """What people look at has a description of such a value (`codec.described`)."""
+    kind, number = _items_of(header)[:2]
+    if type(error) is UnsupportedValue and msgspec.msgpack.decode(kind) in FOR_PEOPLE:
+        from transfer_queue.codec.described import DescribingLifting  # it brings torch, which looks do not need
+
+        return msgspec.msgpack.decode(header, type=m.ServerMessage, ext_hook=DescribingLifting()._lift)
+    return m.Failed(_number_of(number), error.code, str(error))
 
 
 class Connection:
