@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -167,9 +167,10 @@ def num_rows(batch: Batch) -> int:
         size = list(batch.batch_size)
         count = size[0] if size else 0
     elif isinstance(batch, Mapping):
-        name: str
-        first: Any  # of the columns that have rows of their own
-        name, first = next((item for item in batch.items() if not _is_one_value(item[1])), ("", ()))
+        name, first = "", cast(Any, ())
+        for name, first in batch.items():  # noqa: B007  no generator: an interrupt is lost where one is closed
+            if not _is_one_value(first):
+                break
         if not hasattr(first, "__len__"):
             first = exchanged({name: first})[name]  # arrays of other libraries need not have a length
         try:
