@@ -103,9 +103,11 @@ class Operations:
         fields, or in all; no sampler is asked. Waits, takes or lends, and raises as those two. When it raises, nothing
         was taken. `dense`, `pad` and `slices` as in `get_data`.
         """
+        fields = ops.field_list(data_fields)
+        ops.check_slices(slices, fields)
         return take(
-            self.session, partition_id, ops.field_list(data_fields), batch_size, task_name, lease_s, timeout_s,
-            sampling_config, dense, pad, slices,
+            self.session, partition_id, fields, batch_size, task_name, lease_s, timeout_s, sampling_config, dense, pad,
+            slices,
         )  # fmt: skip
 
     def ack(self, metadata: BatchMeta) -> Operation[int]:

@@ -207,7 +207,7 @@ def advice(value: Any) -> str:
             return f"convert it with {base.__name__}(...), or register it with transfer_queue.register_type"
     if hasattr(value, "model_dump"):
         return "convert it with .model_dump(), or register it with transfer_queue.register_type"
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+    if kind.__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
         return "convert it with .item() or .tolist()"
     if callable(value) and hasattr(value, "__qualname__"):
         return "it is code: store its name"

@@ -68,7 +68,6 @@ def take(
     check_pad(pad)
     if not task_name:
         raise UnknownMode("take needs task_name: which consumer takes the rows")
-    ops.check_slices(slices, data_fields)
     empty = TensorDict({}, batch_size=[0])
     if batch_size == 0:
         return BatchMeta.empty(), empty
