@@ -22,6 +22,12 @@ def explained(error: ServiceUnavailable, address: Address, server_pid: int, to: 
     return error
 
 
+def raise_if_gone(error: ServiceUnavailable) -> None:
+    """Raise it where nobody listens. A server that is killed amid a handshake has a standby at the same address."""
+    if nobody_listens(error):
+        raise error
+
+
 def restarted(address: Address, server_pid: int, why: str) -> str:
     return f"{_gone(address, server_pid)}: {why}. The next call works on what is there now"
 

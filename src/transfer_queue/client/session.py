@@ -25,7 +25,7 @@ from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
-from transfer_queue.client.endings import explained, restarted
+from transfer_queue.client.endings import explained, raise_if_gone, restarted
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.holding import Hold, Uses
 from transfer_queue.client.listing import Listings
@@ -84,7 +84,11 @@ class Session:
         self._spin_s = 0.0
         self.server_pid = 0
         self._start(secrets.token_bytes(16))
-        connection = self._connected(connect_timeout_s)
+        try:
+            connection = self._connected(connect_timeout_s)
+        except ServiceUnavailable as error:
+            raise_if_gone(error)
+            connection = self._connected(connect_timeout_s)
         welcome = connection.welcome
         self.life = Life(welcome.service, welcome.unit)
         self.config: dict[str, Any] = json.loads(welcome.config)
