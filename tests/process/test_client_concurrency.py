@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import threading
@@ -17,10 +16,7 @@ from conftest import freeze, until
 from tensordict import TensorDict
 
 import transfer_queue as tq
-from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Offload
-from transfer_queue.client.operations import kv
-from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -30,7 +26,6 @@ from transfer_queue.errors import (
     StoreFull,
     UnsupportedValue,
 )
-from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 
 Service = Callable[..., tq.TransferQueueClient]
@@ -592,20 +587,3 @@ def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueC
             asyncio.run(asked())
     finally:
         os.kill(client.session.server_pid, signal.SIGCONT)
-
-
-def test_whoever_attaches_to_a_server_that_is_killed_amid_it_attaches_to_its_standby(
-    client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tq.kv_put("a", "p", {"x": torch.ones(2)})
-    greet, pids = handshake.carry_out, [client.session.server_pid]
-
-    def killed_first(steps: Any, exchange: Any) -> Any:
-        if pids:
-            os.kill(pids.pop(), signal.SIGKILL)
-        return greet(steps, exchange)
-
-    monkeypatch.setattr(handshake, "carry_out", killed_first)
-    with contextlib.closing(Session(client.session.address)) as session:
-        assert not pids
-        assert run(session, kv.kv_list(session, "p")) == {"p": {"a": {}}}

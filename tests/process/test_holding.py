@@ -22,9 +22,11 @@ from transfer_queue.client import forks
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.operations import kv
 from transfer_queue.client.session import Session
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
 from transfer_queue.memory import private_map
+from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 
 NBYTES = 1 << 20
@@ -420,3 +422,20 @@ def test_close_does_not_wait_for_a_call_on_an_event_loop_that_nobody_runs(client
     loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+
+
+def test_whoever_attaches_to_a_server_that_is_killed_amid_it_attaches_to_its_standby(
+    client: TransferQueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tq.kv_put("a", "p", {"x": torch.ones(2)})
+    greet, pids = handshake.carry_out, [client.session.server_pid]
+
+    def killed_first(steps: Any, exchange: Any) -> Any:
+        if pids:
+            os.kill(pids.pop(), signal.SIGKILL)
+        return greet(steps, exchange)
+
+    monkeypatch.setattr(handshake, "carry_out", killed_first)
+    with contextlib.closing(Session(client.session.address)) as session:
+        assert not pids
+        assert run(session, kv.kv_list(session, "p")) == {"p": {"a": {}}}
