@@ -173,11 +173,9 @@ def num_rows(batch: Batch) -> int:
                 break
         if not hasattr(first, "__len__"):
             first = exchanged({name: first})[name]  # arrays of other libraries need not have a length
-        try:
-            nested = isinstance(first, torch.Tensor) and first.is_nested
-            count = int(first.size(0)) if nested else len(first)  # a strided one has no len
-        except TypeError:
-            raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length") from None
+        count = _length(first)
+        if count is None:
+            raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length")
     else:
         raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
     if count < 1:
@@ -309,7 +307,7 @@ def _rows_at(data: Batch, positions: list[int], count: int) -> Batch:
     found: dict[str, Any] = {}
     for name, column in items_of(data):
         is_stack = isinstance(column, (NonTensorStack, NonTensorData))
-        if is_stack and not column.batch_size:
+        if _is_one_value(column):
             found[name] = column
             continue
         if is_stack or isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
