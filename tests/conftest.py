@@ -14,15 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hosts import Host
 from paths import SOURCES
-from zygote import CHILDREN, SERVERS, Forked
+from zygote import CHILDREN, SERVERS, descendants, have_servers_forked
 
 import transfer_queue as tq
 from transfer_queue.launch import local
@@ -69,7 +67,7 @@ def _open_files() -> set[str]:
 
 
 def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)} - {SERVERS.pid, CHILDREN.pid}
+    return descendants(os.getpid()) - {SERVERS.pid, CHILDREN.pid}
 
 
 def _threads() -> set[str]:
@@ -86,13 +84,6 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("TQ_")}
 
 
-def _popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
-    """Stands in for `subprocess.Popen` in `launch.local`: this process's servers are forked, as its children are."""
-    if command == [PYTHON, *local.COMMAND]:
-        return SERVERS.start(command[1:], options["env"], own_session=True, pass_fds=options.get("pass_fds", ()))
-    return subprocess.Popen(command, **options)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than processors: tests wait for other processes as often as they compute."""
@@ -107,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure() -> None:
     gc.disable()  # nothing that is imported for the tests is garbage
-    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})  # type: ignore[assignment]
+    have_servers_forked(lambda: SERVERS.socket)
 
 
 def pytest_collection_finish() -> None:
@@ -126,6 +117,7 @@ def pytest_unconfigure() -> None:
 def fresh_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers are started as users start them, not forked: for tests of what a start costs."""
     monkeypatch.setattr(local, "subprocess", subprocess)
+    monkeypatch.setattr(CHILDREN, "servers", None)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ Run as a script, `zygote.py SOCKET OWNER MODULE...` prints a line when it is rea
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -16,6 +17,7 @@ import gc
 import importlib.util
 import json
 import os
+import resource
 import select
 import selectors
 import signal
@@ -25,9 +27,10 @@ import sys
 import tempfile
 import termios
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from paths import SOURCES_AND_HELPERS
@@ -39,8 +42,9 @@ Ended = subprocess.CompletedProcess[str]
 class Zygote:
     """Forks children. It is started with the first of them, and `close` ends it; children that live then go on."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, servers: Zygote | None = None) -> None:
         self._modules = modules
+        self.servers = servers  # forks the servers that these children start (None: nobody does)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket = ""
 
@@ -63,19 +67,17 @@ class Zygote:
 
         Standard input and output are pipes of bytes. The child has the descriptors `pass_fds` under the same numbers.
         """
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
         job = {"arguments": arguments, "environment": dict(environment), "cwd": cwd or os.getcwd(), "own": own_session}
-        job["numbers"] = [0, 1, 2, *pass_fds]
-        conn = ask(self.socket, job, [theirs_in, theirs_out, stderr, *pass_fds])
-        os.close(theirs_in)
-        os.close(theirs_out)
-        return Forked(conn, ours_in, ours_out)
+        return ask_with_pipes(self.socket, {**job, "servers": self._where_servers_are()}, stderr, pass_fds)
 
     def start_on(self, terminal: int, arguments: list[str], environment: Mapping[str, str]) -> Child:
         """As `start`, with that terminal as its standard streams: it leads a session there."""
         job = {"arguments": arguments, "environment": dict(environment), "cwd": os.getcwd(), "own": True}
-        return Child(ask(self.socket, {**job, "numbers": [0, 1, 2], "is_on_terminal": True}, [terminal] * 3))
+        job |= {"numbers": [0, 1, 2], "is_on_terminal": True, "servers": self._where_servers_are()}
+        return Child(ask(self.socket, job, [terminal] * 3))
+
+    def _where_servers_are(self) -> str | None:
+        return None if self.servers is None else self.servers.socket
 
     def run(self, arguments: list[str], environment: Mapping[str, str], cwd: str = "") -> Ended:
         """What `subprocess.run` does, with the output as text. The test's own timeout ends it."""
@@ -121,6 +123,29 @@ def ask(where: str, job: Mapping[str, Any], streams: Sequence[int]) -> socket.so
     return conn
 
 
+def ask_with_pipes(where: str, job: dict[str, Any], stderr: int, pass_fds: Sequence[int]) -> Forked:
+    """`ask` for a child whose standard input and output are pipes to the asker."""
+    theirs_in, ours_in = os.pipe()
+    ours_out, theirs_out = os.pipe()
+    try:
+        conn = ask(where, {**job, "numbers": [0, 1, 2, *pass_fds]}, [theirs_in, theirs_out, stderr, *pass_fds])
+    finally:
+        os.close(theirs_in)
+        os.close(theirs_out)
+    return Forked(conn, ours_in, ours_out)
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that this one started, and those that these did. A hundredth of the time that psutil takes, which
+    reads about every process of the machine."""
+    found: set[int] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children = [int(one) for one in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+            found.update(children, *map(descendants, children))
+    return found
+
+
 class Child:
     """The part of `subprocess.Popen` that a child of a zygote has whose streams are its maker's."""
 
@@ -137,7 +162,9 @@ class Child:
     def wait(self, timeout: float | None = None) -> int:
         """The exit status, once nothing is left of the child. Raises `subprocess.TimeoutExpired`."""
         if self.returncode is None:
-            if not select.select([self._conn], [], [], timeout)[0]:
+            status = select.poll()  # unlike select, it takes descriptors of any number
+            status.register(self._conn, select.POLLIN)
+            if not status.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(f"child {self.pid}", timeout or 0)
             with self._conn:
                 self.returncode = int(self._conn.recv(MESSAGE_NBYTES))
@@ -165,12 +192,15 @@ SERVERS = Zygote("transfer_queue.server.process")
 CHILDREN = Zygote(
     "torch",
     "tensordict",
+    "torch.nested._internal.ops",
+    "omegaconf",
     "transfer_queue.interface",
     "transfer_queue.dataloader",
     "transfer_queue.cli",
     "transfer_queue.weights.http",
     "transfer_queue.weights.transport.tcp",
     "transfer_queue.weights.fleet",
+    servers=SERVERS,
 )
 
 
@@ -212,6 +242,40 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
             children[watch] = (pid, conn)
             waiting.register(watch, selectors.EVENT_READ)
             conn.send(b"%d" % pid)
+
+
+def end_soon(large: Collection[str]) -> None:
+    """Have this process end as an interpreter does, but for what costs 0.25 s of a processor and is not ours: neither
+    these modules are taken apart, nor what C++ has made for them. Their memory would be copied for that."""
+    atexit.register(_keep, large)  # the first one is called last
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # the last one is called first, with the status
+
+
+def _keep(large: Collection[str]) -> None:
+    kept = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in large]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def have_servers_forked(where: Callable[[], str]) -> None:
+    """The servers that this process starts come from the zygote at `where()`, as long as they inherit the same."""
+    from transfer_queue.launch import local
+
+    here = _surroundings()
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
+        if command[1:] != [*local.COMMAND] or _surroundings() != here:
+            return subprocess.Popen(command, **options)
+        job = {"arguments": command[1:], "environment": options["env"], "cwd": os.getcwd(), "own": True}
+        return ask_with_pipes(where(), job, 2, options["pass_fds"])
+
+    local.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})  # type: ignore[assignment]
+
+
+def _surroundings() -> tuple[object, ...]:
+    limits = [resource.getrlimit(one) for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
+    namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid", "user")]
+    return limits, namespaces, os.getuid(), os.nice(0)
 
 
 def become(job: dict[str, Any], path: list[str]) -> None:
@@ -259,6 +323,8 @@ def become(job: dict[str, Any], path: list[str]) -> None:
         code = compile(Path(what).read_text(), os.path.abspath(what), "exec", dont_inherit=True)
         sys.argv = [what, *more]
     assert code is not None
+    if job.get("servers"):
+        have_servers_forked(lambda: job["servers"])
     exec(code, vars(main))
 
 
@@ -276,6 +342,7 @@ def main(where: str, owner: str, *modules: str) -> None:
         print("ready", flush=True)
         job = serve(listener, int(owner))
     if job is not None:
+        end_soon({*(one.partition(".")[0] for one in sys.modules)} - {"sys", "builtins", "__main__", "transfer_queue"})
         become(job, path)
 
 
