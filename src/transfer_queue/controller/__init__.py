@@ -4,6 +4,7 @@
      ├─ state                   everything that outlives a request, as one object: what is saved and loaded
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
+     │   ├─ arrivals            when its rows came
      │   ├─ row_versions        which version of the weights made each row
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits

@@ -8,16 +8,15 @@ when they are the majority.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller.arrivals import Arrivals
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.content_index import ContentIndex
-from transfer_queue.controller.deadlines import NO_TIME
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.row_versions import RowVersions
@@ -28,7 +27,6 @@ from transfer_queue.wire.messages import UNIT_SHIFT, Changes, Tags
 MIN_CAPACITY = 64
 SHRINK_SLOTS = 4096
 MAX_GROUPS = 65_535
-MARK_EVERY_S, MAX_MARKS = 0.1, 8192
 
 Released = list[tuple[int, int]]
 MAX_INDEX = (1 << 63) - 1
@@ -56,29 +54,6 @@ class LocatedCells(NamedTuple):
     rows: NDArray[np.int32]
 
 
-class Arrivals:
-    """When rows came to be, to within a tenth of a second: a mark now and then, not a time for each row. Rows have
-    ascending indexes, so a mark says when all from its index on came, up to the next mark."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._times: list[float] = []
-
-    def note(self, first: int, now: float) -> None:
-        """Rows from this index on come now; where it is not known when they came, nothing is noted."""
-        if now == NO_TIME or (self._times and now - self._times[-1] < MARK_EVERY_S):
-            return
-        self._rows.append(first)
-        self._times.append(now)
-        if len(self._rows) > MAX_MARKS:  # coarser from here on: every other mark goes
-            del self._rows[1::2], self._times[1::2]
-
-    def of(self, row: int) -> float | None:
-        """When the row came; None where that was before this process knew its table."""
-        place = bisect_right(self._rows, row) - 1
-        return self._times[place] if place >= 0 else None
-
-
 class Table:
     """`away`: storage units whose blocks cannot be read now; the set is that of all tables."""
 
@@ -103,7 +78,8 @@ class Table:
         self.contents = ContentIndex()
         self.arrivals = Arrivals()
         self.num_alive = 0
-        self.cleared = 0  # rows that were there and are cleared, of the round of `declared` rows that is on
+        self.cleared = 0  # rows that were there and are cleared, since `begin_round`
+        self.over = 0  # how many of those that were there since then are of rounds that are over: the others come after
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
@@ -162,6 +138,19 @@ class Table:
     def is_spent(self) -> bool:
         """Whether no row is left, and none is to come that was declared."""
         return not self.num_rows and self.cleared >= max(self.declared or 0, *self.sizes.values(), 0)
+
+    def begin_round(self) -> None:
+        """It is about to get rows anew, as many as were declared."""
+        self.cleared = self.over = 0
+
+    def end_round(self) -> None:
+        """It is about to get more rows. Where those that were declared were there, and every task has used all, the new
+        ones are of the next round, though the others are not cleared yet. Else they are so many more of this one."""
+        there = self.num_rows + self.cleared
+        if not self.declared or there - self.over < self.declared or not self.tasks:
+            return
+        if all(task.num_consumed == self.num_rows for task in self.tasks.values()):
+            self.over = there
 
     def between(self, slots: Slots) -> tuple[int, int]:
         """The lowest and the highest index of these rows; of one row in a tenth of the time."""
@@ -229,8 +218,8 @@ class Table:
         self.num_alive -= len(slots)
         if count:
             self.cleared += num_rows - self.num_rows
-        if self.declared and self.num_rows and self.cleared >= self.declared:  # what is left is of the next round
-            self.cleared %= self.declared
+        if self.over and self.num_rows and self.cleared >= self.over:  # what is left is of the next round
+            self.cleared, self.over = self.cleared - self.over, 0
         return released
 
     def take_all(self) -> dict[str, Any]:
