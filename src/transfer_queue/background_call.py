@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import concurrent.futures.thread  # noqa: F401 its own hook is called after ours: who is waited for may use executors
 import threading
 import time
 import weakref
@@ -57,7 +57,8 @@ class BackgroundCall(Generic[T]):
                 return not self._thread.is_alive()
 
     def outlast(self, timeout_s: float) -> None:
-        """A program that ends before it waits for it, until that time from now."""
+        """A program that ends before it waits for it, until that time from now. So does a child of multiprocessing's;
+        `os._exit` and signals wait for nothing."""
         _outlasting[self] = time.monotonic() + timeout_s
 
     def leave(self, undo: Callable[[T], None]) -> None:
@@ -85,7 +86,17 @@ class BackgroundCall(Generic[T]):
 _outlasting: weakref.WeakKeyDictionary[BackgroundCall[Any], float] = weakref.WeakKeyDictionary()
 
 
-@atexit.register
 def _end() -> None:
-    for call, until in list(_outlasting.items()):
-        call.ended(max(0.0, until - time.monotonic()))
+    """A call that is waited for may begin others."""
+    while waiting := [(call, until) for call, until in list(_outlasting.items()) if _is_awaited(call, until)]:
+        for call, until in waiting:
+            call.ended(max(0.0, until - time.monotonic()))
+
+
+def _is_awaited(call: BackgroundCall[Any], until: float) -> bool:
+    return time.monotonic() < until and not call.ended(0.0)
+
+
+# Not `atexit`: threads, which the calls need, can hardly be started any more then, and multiprocessing's forked
+# children do not call it. CPython 3.12.0 and 3.12.1 start none in either (gh-113964).
+threading._register_atexit(_end)  # type: ignore[attr-defined]

@@ -322,9 +322,10 @@ def test_a_program_that_ends_waits_for_what_it_has_published(fresh_child: Callab
         engine = registry.engine("tcp")(receiver)
         control = Control(engine, receiver)
         update, finish = control.update_weights, control.finish_weight_update
+        ending = threading.Event()
 
         def at_the_end(*args):
-            threading.main_thread().join()
+            ending.wait()
             update(*args)
 
         def told(*args):
@@ -335,5 +336,6 @@ def test_a_program_that_ends_waits_for_what_it_has_published(fresh_child: Callab
         source = ModuleSource(torch.nn.Linear(2, 2))
         trainer = registry.trainer("tcp").trainer_init({}, client=control, source=source)
         trainer.publish(deadline_s=30)
+        threading._register_atexit(ending.set)
     """)
-    assert program.line() == "committed 1"
+    assert program.finish() == "committed 1"

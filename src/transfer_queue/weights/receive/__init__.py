@@ -6,6 +6,7 @@ staging          the buckets that have arrived, each checked, in memory of its o
 results          what a difference leads to, from what is live and what has come
 compatibility    whether a version fits a model
 targets          how tensors become the live ones: copied in place, swapped in, or by changing modules
+slots            what the module's places have once a version is committed, whatever forward passes put there
 stand_ins        new memory for many tensors with a short pause
 lazy             tensors that are not there: what a loader takes of them, and loading from just that
 lock             many readers or one writer

@@ -6,7 +6,7 @@ new memory and returns to its place: whoever reads meanwhile gets one of the two
 
 What somebody besides the modules holds (an optimizer, a list of weights such as that of `torch.nn.LSTM`) would be read
 past the stand-in, so it is set one by one in the pause; so are buffers, and whatever is no plain `torch.nn.Parameter`.
-A forward pass may have put another tensor in the place of one of these since: that one is set, too.
+A tensor that was made in inference mode takes no other memory (views of it would raise): another one takes its places.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from transfer_queue.errors import CommitFailed
+from transfer_queue.weights.receive.slots import Entry, Place, Slots, places_of, replacement
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # live, and what has its new memory
-Place = tuple[dict[str, Any], str]
 LARGE = 4  # parameters of one module: `dict.update` is quicker for so many
-Entry = tuple[dict[str, Any], str, torch.Tensor]
 log = logging.getLogger("transfer_queue.weights")
 
 
@@ -42,7 +41,8 @@ class Exchange:
 
     def __init__(self, module: torch.nn.Module, pairs: Sequence[Pair]) -> None:
         self.devices = {new.device for _, new in pairs if new.device.type != "cpu"}
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor, Sequence[Place]]] = []  # to be set one by one
+        self._pairs: list[Pair] = []  # to be set one by one
+        self._slots = Slots()  # of these, and of what others take the places of
         self._stand_ins: list[StandIn] = []
         self._to_other: list[Entry] = []
         self._to_live: list[Entry] = []
@@ -56,7 +56,14 @@ class Exchange:
                 other = torch.nn.Parameter(new, requires_grad=live.requires_grad)
                 self._stand_ins.append(StandIn(live, new, other, found))
             else:
-                self._pairs.append((live, new, found))
+                self._add_single(live, new, found)
+
+    def _add_single(self, live: torch.Tensor, new: torch.Tensor, places: Sequence[Place]) -> None:
+        if live.is_inference() and places:
+            self._slots.add(places, replacement(live, new))
+        else:
+            self._pairs.append((live, new))
+            self._slots.add(places, live)
 
     @property
     def num_single(self) -> int:
@@ -76,7 +83,7 @@ class Exchange:
             if sys.getrefcount(one.live) == alone + len(one.places) and _is_free(one.live, one.other):
                 kept.append(one)
             else:
-                self._pairs.append((one.live, one.new, one.places))
+                self._add_single(one.live, one.new, one.places)
         self._stand_ins = kept
         for live, _, other, places in kept:
             self._to_other += [(held, name, other) for held, name in places]
@@ -98,10 +105,11 @@ class Exchange:
 
     def turn(self) -> None:
         """In the pause. What it raises leaves a mixture, until `undo`."""
-        pairs = [(one, new) for live, new, places in self._pairs for one in (live, *instead_of(live, places))]
-        self._olds = [(live, live.data) for live, _ in pairs]
-        for live, new in pairs:
+        self._slots.look()
+        self._olds = [(live, live.data) for live, _ in self._pairs]
+        for live, new in self._pairs:
             point(live, new)
+        self._slots.put_back()
         for held, others in self._at_once:
             held.update(others)
         for held, name, other in self._few:
@@ -110,6 +118,7 @@ class Exchange:
     def undo(self) -> None:
         for live, old in self._olds:
             live.data = old
+        self._slots.undo()
         for held, name, live in self._to_live:
             held[name] = live
 
@@ -136,32 +145,10 @@ def point(live: torch.Tensor, new: torch.Tensor) -> None:
     live.data = new
 
 
-def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
-    """Where modules have each parameter and buffer, by its id."""
-    found: dict[int, list[Place]] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            if isinstance(held, dict):
-                for name, tensor in held.items():
-                    found.setdefault(id(tensor), []).append((held, name))
-    return found
-
-
-def instead_of(live: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
-    """What is at these places by now instead of it. `CommitFailed` when its values would not fit."""
-    found = []
-    for held, name in places:
-        now = held.get(name)
-        if now is not live:
-            if now is None or (now.dtype, now.shape, now.device) != (live.dtype, live.shape, live.device):
-                raise CommitFailed(f"the module has another {name!r} than when the update was verified")
-            found.append(now)
-    return found
-
-
 def _is_plain(live: torch.Tensor) -> bool:
     """Whether a stand-in for it would lack nothing, today."""
-    return type(live) is torch.nn.Parameter and live.is_leaf and not live.__dict__ and _is_free(live, live)
+    is_simple = type(live) is torch.nn.Parameter and live.is_leaf and not live.is_inference() and not live.__dict__
+    return is_simple and _is_free(live, live)
 
 
 def _is_free(live: torch.Tensor, other: torch.Tensor) -> bool:

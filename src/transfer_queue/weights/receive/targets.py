@@ -29,7 +29,8 @@ from transfer_queue.errors import (
 from transfer_queue.memory.handles import synchronize
 from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
-from transfer_queue.weights.receive.stand_ins import Exchange, Place, instead_of, places_of
+from transfer_queue.weights.receive.slots import Slots, places_of, replacement, writable
+from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
@@ -166,16 +167,21 @@ class _ModuleTarget(Target):
 
 
 class _Change(NamedTuple):
-    """New bytes for a live tensor, and what takes them back. `slot` is what the module had at `places`."""
+    """New bytes for a live tensor, and what takes them back."""
 
     live: torch.Tensor
     new: Staged
     old: Staged | None
-    slot: torch.Tensor
-    places: Sequence[Place]
 
     def write(self) -> None:
         _put(self.live, self.new)
+
+
+class _Changes(NamedTuple):
+    """What is written, and what is at the module's places then."""
+
+    writes: list[_Change]
+    slots: Slots
 
 
 class InPlace(_ModuleTarget):
@@ -208,31 +214,39 @@ class InPlace(_ModuleTarget):
         self._stages_on_device = stage_on == "device"
         self.stages_on_host = stage_on == "host"
 
-    def prepare(self, staged: Mapping[str, Any]) -> list[_Change]:
-        slots, places = named_weights(self._module), places_of(self._module)
-        new = once(staged, ties(slots))
-        whole = [name for name, value in new.items() if isinstance(value, torch.Tensor)]
+    def prepare(self, staged: Mapping[str, Any]) -> _Changes:
+        slots = named_weights(self._module)
+        same = ties(slots)
+        new = once(staged, same)
+        whole = [name for name, value in new.items() if isinstance(value, torch.Tensor) and writable(slots[name])]
         lives = [slots[name].detach() for name in whole]
         old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
         news = [new[name].to(live.dtype) for name, live in zip(whole, lives, strict=True)]
         if self._stages_on_device:
             news = moved(news, lives)
-        made: list[tuple[str, torch.Tensor, Staged, Any]] = list(zip(whole, lives, news, old, strict=True))
+        made = [_Change(*one) for one in zip(lives, news, old, strict=True)]
         for name, patch in new.items():
             if isinstance(patch, Patch):
                 live = slots[name].detach()
-                made.append((name, live, patch, patch.before(live) if self._undo else None))
-        return [
-            _Change(live, value, before, slots[name], places.get(id(slots[name]), ()))
-            for name, live, value, before in made
-        ]
+                made.append(_Change(live, patch, patch.before(live) if self._undo else None))
+        return _Changes(made, self._slots(slots, same, new))
 
-    def commit(self, prepared: list[_Change], tag: Any, timeout_s: float) -> Pause:
+    def _slots(self, slots: Tensors, same: Mapping[str, str], new: Mapping[str, Staged]) -> Slots:
+        places, found = places_of(self._module), Slots()
+        for slot, value in {id(slots[name]): (slots[name], new.get(same.get(name, name))) for name in slots}.values():
+            if isinstance(value, torch.Tensor) and not writable(slot):
+                memory = torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
+                found.add(places.get(id(slot), ()), replacement(slot, memory.copy_(value)))
+            elif value is not None:
+                found.add(places.get(id(slot), ()), slot)
+        return found
+
+    def commit(self, prepared: _Changes, tag: Any, timeout_s: float) -> Pause:
         with self._lock.writing(timeout_s) as drain_s:
             start = time.monotonic()
             interrupt: BaseException | None = None
-            prepared = self._with_replaced(prepared)
-            _synchronize(tensor for change in prepared for tensor in (change.live, change.new))
+            prepared.slots.look()
+            _synchronize(tensor for change in prepared.writes for tensor in (change.live, change.new))
             try:
                 self._write(prepared)
             except BaseException as error:  # noqa: BLE001 an interrupt is raised once the weights are whole
@@ -244,34 +258,26 @@ class InPlace(_ModuleTarget):
             raise interrupt
         return pause
 
-    def _with_replaced(self, prepared: list[_Change]) -> list[_Change]:
-        """Forward passes that assign a buffer have put others in the place of what the version was prepared for."""
-        found = list(prepared)
-        for change in prepared:
-            for now in instead_of(change.slot, change.places):
-                if isinstance(change.new, Patch):
-                    raise CommitFailed("a tensor was replaced since the difference to it was verified")
-                live = now.detach()
-                found.append(_Change(live, change.new, live.clone() if self._undo else None, now, ()))
-        return found
-
-    def _write(self, prepared: list[_Change]) -> None:
-        patches = [change for change in prepared if isinstance(change.new, Patch) and change.live.device.type == "cpu"]
+    def _write(self, prepared: _Changes) -> None:
+        writes = prepared.writes
+        patches = [change for change in writes if isinstance(change.new, Patch) and change.live.device.type == "cpu"]
         is_much = sum(len(change.new.indices) for change in patches if isinstance(change.new, Patch)) >= MANY_ELEMENTS
         apart = set(map(id, patches)) if is_much else set()
-        _put_all((change.live, change.new) for change in prepared if id(change) not in apart)
+        _put_all((change.live, change.new) for change in writes if id(change) not in apart)
         if is_much:
             with helpers_called("tq-commit") as helpers:
                 list(helpers.map(_Change.write, patches))
-        _synchronize(change.live for change in prepared)
+        _synchronize(change.live for change in writes)
+        prepared.slots.put_back()
 
-    def _mend(self, prepared: list[_Change], error: BaseException) -> None:
+    def _mend(self, prepared: _Changes, error: BaseException) -> None:
         """Return with the new bytes in place, or raise: with the old ones there, or `Broken`."""
         was_broken, self.broken = self.broken, True
         try:
             if self._undo:
-                _put_all((change.live, change.old) for change in prepared)
-                _synchronize(change.live for change in prepared)
+                _put_all((change.live, change.old) for change in prepared.writes)
+                _synchronize(change.live for change in prepared.writes)
+                prepared.slots.undo()
             else:
                 self._write(prepared)
         except BaseException as worse:

@@ -1,0 +1,86 @@
+"""A program that ends waits for calls that are to outlast it, and for those that these begin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+from conftest import Child
+
+OUTLASTING = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from transfer_queue.background_call import BackgroundCall
+
+ending = threading.Event()
+
+def outlasting(function):
+    BackgroundCall("tq-test", function).outlast(30)
+
+def last():
+    ending.wait()
+    print("last", flush=True)
+
+def begin():
+    threading._register_atexit(ending.set)
+"""
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)), reason="starts no threads once the main one has ended"
+)
+
+
+def test_a_call_that_was_begun_by_one_that_is_waited_for_is_waited_for(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child(f"""{OUTLASTING}
+def first():
+    ending.wait()
+    outlasting(lambda: print(sum(range(3 * 10**7)), flush=True))
+
+begin()
+outlasting(first)
+""")
+    assert program.finish() == str(sum(range(3 * 10**7)))
+
+
+def test_a_call_that_is_waited_for_may_use_executors(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child(f"""{OUTLASTING}
+def in_a_pool():
+    ending.wait()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(last).result()
+
+begin()
+outlasting(in_a_pool)
+""")
+    assert program.finish() == "last"
+
+
+def test_a_forked_child_of_multiprocessing_waits_for_its_calls(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child(f"""{OUTLASTING}
+import multiprocessing
+
+def run():
+    begin()
+    outlasting(last)
+
+child = multiprocessing.get_context("fork").Process(target=run)
+child.start()
+child.join()
+print("child ended with", child.exitcode, flush=True)
+""")
+    assert program.finish() == "last\nchild ended with 0"
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_calls(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child(f"""{OUTLASTING}
+import os
+
+outlasting(last)
+pid = os.fork()
+if pid:
+    assert os.waitpid(pid, 0)[1] == 0
+    print("child ended", flush=True)
+    begin()
+""")
+    assert program.finish() == "child ended\nlast"
