@@ -112,6 +112,18 @@ def test_a_journal_that_is_removed_promises_nothing_and_the_rows_can_be_saved(
     assert firsts(host.client.get_data(fetch(host.client, 2))) == [1.0, 1.0]
 
 
+def test_a_journal_whose_lock_was_cleared_away_goes_on_also_after_a_takeover(machine: Machine) -> None:
+    client = machine.host.client
+    put(client, 1.0)
+    standby_of(client)
+    (machine.directory / "lock").unlink()
+    put(client, 2.0)
+    kill(client.stats()["pid"])
+    until(lambda: client.stats()["takeovers"] == 1, "the standby")
+    put(client, 3.0)
+    assert len(fetch(machine.reboot().client, 6).global_indexes) == 6
+
+
 def test_who_takes_over_leaves_the_journal_alone_that_another_server_began_in_its_place(machine: Machine) -> None:
     first = machine.host
     put(first.client, 1.0)

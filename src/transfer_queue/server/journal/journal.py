@@ -17,7 +17,7 @@ from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import UNWRITABLE, JournalFact, SnapshotComplete, encoded
-from transfer_queue.server.journal.files import DRAFT, check_lock, claim, lock_id, name_of, numbers
+from transfer_queue.server.journal.files import DRAFT, check_claim, claim, name_of, numbers
 from transfer_queue.server.journal.kept_state import OWNER, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
@@ -68,7 +68,7 @@ class DiskJournal:
         `recover`."""
         self.directory = Path(os.path.abspath(directory))
         self.held = claim(self.directory)
-        self._lock = lock_id(self.held)
+        self._claimed = self.held.id
         self._kept = kept
         self._unit = unit
         self._broken = broken
@@ -89,8 +89,8 @@ class DiskJournal:
         self._run = _Run(self._position, self._fail, self._kept.loads)
         self._run.is_on = True
         try:
-            check_lock(self.directory, self._lock)
-            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()), self._lock)
+            check_claim(self.directory, self._claimed)
+            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()), self._claimed)
             self._run.number = last_number(self.directory)
         except (OSError, JournalCorrupt) as error:
             self._give_up(error)
@@ -102,7 +102,7 @@ class DiskJournal:
         as a checkpoint."""
         log.critical("%s: nothing can be promised any more, answers wait: %s", self.directory, error)
         self._run.why = str(error)
-        self._run.payloads = Payloads(self.directory, None, self._lock)
+        self._run.payloads = Payloads(self.directory, None, self._claimed)
         self._run.is_adrift = True
         self._run.log.shut(before=True)
 
@@ -114,7 +114,7 @@ class DiskJournal:
             await self._run.complete.wait()
         self._run.waits_for_first = False
         if self._run.awaited >= 0 or self._run.is_adrift:
-            free = os.fstatvfs(self.held)
+            free = os.fstatvfs(self.held.directory)
             text = f"{self._run.why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
             raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}: {text}")
 
@@ -242,7 +242,7 @@ class DiskJournal:
             return
         self._run.loads = self._kept.loads
         try:
-            check_lock(self.directory, self._lock)
+            check_claim(self.directory, self._claimed)
             number = self._run.number + 1
             file = LogFile(self.directory, number, self._run.log.position, follows)
         except OSError as error:
@@ -286,7 +286,7 @@ class DiskJournal:
         self._kept.hold_blocks(True)
         position = self._run.log.position if follows else self._run.log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit, self._lock)
+            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit, self._claimed)
         except OSError as error:
             if not self._run.snapshots:
                 self._kept.hold_blocks(False)
@@ -330,7 +330,7 @@ class DiskJournal:
     def _is_here(self) -> bool:
         """Whether what lies at the path of the directory is this journal still."""
         try:
-            check_lock(self.directory, self._lock)
+            check_claim(self.directory, self._claimed)
         except OSError as error:
             log.error("%s", error)
             return False
