@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,26 @@ def test_a_journal_whose_lock_was_cleared_away_goes_on_also_after_a_takeover(mac
     until(lambda: client.stats()["takeovers"] == 1, "the standby")
     put(client, 3.0)
     assert len(fetch(machine.reboot().client, 6).global_indexes) == 6
+
+
+def test_a_journal_that_is_back_after_a_takeover_is_taken_up_again(machine: Machine, tmp_path: Path) -> None:
+    client = machine.host.client
+    put(client, 1.0)
+    cleared = put(client, 2.0, width=LARGE)
+    standby_of(client)
+    machine.directory.rename(tmp_path / "away")
+    kill(client.stats()["pid"])
+    until(lambda: client.stats()["takeovers"] == 1, "the standby")
+    with pytest.raises(StoreFull, match="was removed"):
+        put(client, 3.0, width=LARGE)
+    with ThreadPoolExecutor(1) as threads:
+        clearing = threads.submit(client.clear_samples, cleared)
+        (tmp_path / "away").rename(machine.directory)
+        clearing.result()
+    metas = [put(client, 4.0), put(client, 5.0, width=LARGE)]
+    client = machine.reboot().client
+    assert [firsts(client.get_data(meta)) for meta in metas] == [[4.0, 4.0], [5.0, 5.0]]
+    assert len(fetch(client, 6).global_indexes) == 6, "and what was there before"
 
 
 def test_who_takes_over_leaves_the_journal_alone_that_another_server_began_in_its_place(machine: Machine) -> None:
