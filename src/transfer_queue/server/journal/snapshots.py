@@ -122,7 +122,8 @@ def _parts(found: list[JournalFact], unit: KeptUnit) -> Iterator[list[bytes]]:
     """These facts and the blocks, some megabytes at a time: encoded together, small ones take a third less time."""
     nbytes = 0
     if unit.engine_place:
-        found += [EngineIs(unit.engine_place), LeftInEngine(unit.to_delete)]
+        engine = EngineIs(unit.engine_place, unit.directory_inode, list(unit.shared_prefixes))
+        found += [engine, LeftInEngine(unit.to_delete)]
     for block in unit.lasting():
         found.append(unit.fact_of(block))
         nbytes += len(block.layout) + (0 if block.number in unit.places else block.nbytes)
