@@ -350,7 +350,7 @@ async def let_go(journal: DiskJournal, tasks: set[asyncio.Task[None]]) -> None:
         asyncio.get_running_loop().remove_reader(written.watch)
         os.waitpid(written.pid, 0)
         os.close(written.watch)
-    os.close(journal.held)
+    journal.held.close()
 
 
 @contextmanager

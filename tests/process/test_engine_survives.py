@@ -433,6 +433,27 @@ def test_another_place_than_the_journal_names_is_refused_and_nothing_is_lost(sit
     assert found(site.boot(), meta) == [1.0, 1.0]
 
 
+def test_a_copy_of_a_journal_deletes_nothing_that_the_journal_needs(
+    site: Site, start_host: Start, tmp_path: Path
+) -> None:
+    host = site.boot()
+    meta, other = put(host, 1.0), put(host, 2.0, "q")
+    shutil.copytree(site.journal, tmp_path / "copy")
+    before = site.names()
+    settings = {**site.settings(), "durability": "machine", "journal_dir": str(tmp_path / "copy")}
+    for partition in ("p", "q"):
+        copy = start_host(**settings)
+        copy.client.clear_partition(partition)
+        put(copy, 3.0, "r")
+        copy.client.clear_partition("r")  # what is deleted is so in order
+        until(lambda: site.names() == before, "the deletion of the copy's own block")
+        lose_power(copy)
+    assert [found(host, one) for one in (meta, other)] == [[1.0, 1.0], [2.0, 2.0]]
+    host = site.reboot()
+    host.client.clear_partition("p")
+    until(lambda: len(site.names()) == 1, "the deletion by the journal itself")
+
+
 def test_some_files_that_are_gone_are_rows_that_are_lost_and_no_others(site: Site) -> None:
     host = site.boot()
     first, second = put(host, 1.0), put(host, 2.0)

@@ -12,7 +12,7 @@ import pytest
 from transfer_queue.errors import ConfigError, JournalCorrupt, JournalInUse, JournalUnsupported, StoreFull
 from transfer_queue.server.journal import files
 from transfer_queue.server.journal import payloads as payloads_module
-from transfer_queue.server.journal.files import FrameFile, claim, framed, lock_id, numbers
+from transfer_queue.server.journal.files import FrameFile, claim, framed, numbers
 from transfer_queue.server.journal.log import LogFile
 from transfer_queue.server.journal.payloads import Payloads, Place
 
@@ -133,8 +133,8 @@ def test_a_directory_has_one_journal(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(JournalInUse, match="another server"):
             claim(tmp_path / "new" / "journal")
     finally:
-        os.close(held)
-    os.close(claim(tmp_path / "new" / "journal"))
+        held.close()
+    claim(tmp_path / "new" / "journal").close()
 
 
 def test_the_names_of_new_directories_above_a_journal_are_on_the_disk(
@@ -147,7 +147,7 @@ def test_the_names_of_new_directories_above_a_journal_are_on_the_disk(
         synced.add(os.readlink(f"/proc/self/fd/{fd}"))
 
     monkeypatch.setattr(os, "fsync", sync)
-    os.close(claim(tmp_path / "run" / "7" / "journal"))
+    claim(tmp_path / "run" / "7" / "journal").close()
     assert synced == {str(tmp_path), f"{tmp_path}/run", f"{tmp_path}/run/7"}
 
 
@@ -249,14 +249,32 @@ def test_blocks_that_overlap_or_have_no_file_are_refused(payloads: Payloads, tmp
 def test_no_blocks_file_is_made_in_a_directory_that_another_server_has_by_now(tmp_path: Path) -> None:
     directory = tmp_path / "journal"
     held = claim(directory)
-    payloads = Payloads(directory, (), lock_id(held))
+    payloads = Payloads(directory, (), held.id)
     directory.rename(tmp_path / "aside")
     other = claim(directory)
     with pytest.raises(StoreFull, match="another journal"):
         payloads.take(100_000)
     assert os.listdir(directory) == ["lock"]
-    for fd in (held, other):
-        os.close(fd)
+    held.close()
+    other.close()
+
+
+@pytest.mark.parametrize("is_another_there", [False, True])
+def test_a_journal_goes_on_without_its_lock_unless_another_server_took_one(
+    tmp_path: Path, is_another_there: bool
+) -> None:
+    held = claim(tmp_path)
+    (tmp_path / "lock").unlink()
+    other = claim(tmp_path) if is_another_there else None
+    payloads = Payloads(tmp_path, (), held.id)
+    if other is None:
+        assert payloads.take(100_000).file == 0
+        payloads.close()
+    else:
+        with pytest.raises(StoreFull, match="another journal"):
+            payloads.take(100_000)
+        other.close()
+    held.close()
 
 
 def test_a_block_that_no_disk_has_space_for_is_refused(payloads: Payloads) -> None:

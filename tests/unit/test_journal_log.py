@@ -296,7 +296,7 @@ class Kept:
         with tempfile.TemporaryDirectory() as name:
             shutil.copytree(self.directory, name, dirs_exist_ok=True)
             again = Kept(Path(name))
-            os.close(again.journal.held)
+            again.journal.held.close()
             again.unit.close()
         return again.controller.num_rows
 
@@ -337,7 +337,7 @@ def test_a_journal_that_was_moved_away_writes_nothing_where_another_one_is(
         one.put(1)
         await one.idle()
         assert os.listdir(one.directory) == ["lock"]
-        os.close(other)
+        other.close()
         shutil.rmtree(one.directory)
         (tmp_path / "aside").rename(one.directory)
         assert one.rows_after_a_restart() == 4, "what was answered is where the journal is"

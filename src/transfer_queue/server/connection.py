@@ -21,6 +21,7 @@ from transfer_queue.errors import (
     InvalidInput,
     ProtocolError,
     ServiceRestarted,
+    StoreFull,
     TooManyConnections,
     TransferQueueError,
 )
@@ -333,8 +334,10 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._answer_when_kept(answer, type(message) in LASTING)
 
     def _answer_when_kept(self, answer: Answer, waits: bool) -> None:
-        """Answer, once what it says lasts as long as was promised; where nothing that lasts was asked for, at once."""
-        journal = self._server.journal
+        """Answer, once what it says lasts as long as was promised; at once where nothing that lasts was asked for, or
+        where there is no room for it: the disk itself may be what it has to be told of."""
+        journal, reply = self._server.journal, answer[0]
+        waits = waits and not (isinstance(reply, m.Failed) and reply.code == StoreFull.code)
         if journal is None or not waits or not journal.hold(lambda: self._answer_late(answer)):
             self._answer(answer)
 

@@ -311,7 +311,7 @@ class Server:
 
     def _kept(self) -> list[int]:
         """What a standby needs to serve."""
-        journal = [] if self.journal is None else [self.journal.held]
+        journal = [] if self.journal is None else self.journal.held
         return [*self.listening.descriptors(), self.config.life, *journal]
 
     def _take_over(self) -> NoReturn:

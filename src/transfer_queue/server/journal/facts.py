@@ -49,9 +49,13 @@ class LeftInEngine(Fact, tag=30):
 
 
 class EngineIs(Fact, tag=31):
-    """In a snapshot: the place of the blocks that lie in the storage engine (`StorageEngine.place`)."""
+    """In a snapshot: the place of the blocks that lie in the storage engine (`StorageEngine.place`). `directory`: the
+    inode of the one that the snapshot was written in (0: not known). `shared`: what the keys begin with of blocks that
+    another journal may need, of which this one is a copy."""
 
     place: str
+    directory: int = 0
+    shared: list[str] = msgspec.field(default_factory=list)
 
 
 class BlockRenamed(Fact, tag=22):

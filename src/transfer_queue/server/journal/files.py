@@ -6,6 +6,7 @@ one with a good one after it was damaged later: that is an error, for what comes
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -36,7 +37,8 @@ HEAD_NBYTES = 512  # the first frame, and zeros
 BUFFER_NBYTES = 1 << 20
 VACATE_S = 3.0  # how long the server before may take to end
 
-LockId: TypeAlias = tuple[int, int]  # the device and the inode of a lock
+FileId: TypeAlias = tuple[int, int]  # its device and its inode
+ClaimId: TypeAlias = tuple[FileId, FileId]  # of the directory and of its lock
 
 
 @decodable
@@ -186,39 +188,65 @@ class FrameFile:
         self.close()
 
 
-def claim(directory: Path) -> int:
-    """Make the directory of a journal (mode 0700) and hold it (flock(2)); the descriptor that does.
+class HeldDirectory(NamedTuple):
+    """Descriptors of a directory, whose inode is nobody else's meanwhile, and of the lock in it (flock(2))."""
+
+    directory: int
+    lock: int
+
+    def close(self) -> None:
+        for fd in self:
+            os.close(fd)
+
+    @property
+    def id(self) -> ClaimId:
+        return _file_id(self.directory), _file_id(self.lock)
+
+
+def claim(directory: Path) -> HeldDirectory:
+    """Make the directory of a journal (mode 0700) and hold it.
 
     Raises `JournalInUse` where another server holds it, `ConfigError` where there can be none.
     """
     try:
         make_directory(directory, 0o700)
-        held = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            held = HeldDirectory(opened, os.open(LOCK, flags, 0o600, dir_fd=opened))
+        except OSError:
+            os.close(opened)
+            raise
     except OSError as error:
         raise ConfigError(f"server.journal_dir: {error}") from error
     deadline = time.monotonic() + VACATE_S
     while True:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() < deadline:
                 time.sleep(0.05)  # nothing is served yet
                 continue
-            os.close(held)
+            held.close()
             raise JournalInUse(f"another server keeps its journal in {directory}") from None
         return held
 
 
-def lock_id(lock: int | Path) -> LockId:
-    """Of a descriptor that `claim` returned, or of the file. Raises `OSError`."""
-    found = os.stat(lock)
+def _file_id(file: int | Path) -> FileId:
+    """Raises `OSError`."""
+    found = os.stat(file)
     return found.st_dev, found.st_ino
 
 
-def check_lock(directory: Path, lock: LockId | None) -> None:
-    """Raises `FileNotFoundError` where the directory is not the one that was claimed with this lock (None: any): it
-    was removed or moved away, and what lies at its path now may be the journal of another server."""
-    if lock is not None and lock_id(directory / LOCK) != lock:
+def check_claim(directory: Path, claimed: ClaimId | None) -> None:
+    """Raises `FileNotFoundError` where the directory is not the one that was claimed so (None: any): it was removed or
+    moved away, or its lock was and another server has it by now. What lies at its path may be another journal."""
+    if claimed is None:
+        return
+    lock = claimed[1]
+    with contextlib.suppress(FileNotFoundError):  # who clears up by age takes the lock first: nobody writes it
+        lock = _file_id(directory / LOCK)
+    if (_file_id(directory), lock) != claimed:
         raise FileNotFoundError(
             errno.ENOENT, "it was removed or moved away, and another journal is there", str(directory)
         )

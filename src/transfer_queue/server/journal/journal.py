@@ -17,7 +17,7 @@ from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.server.journal import snapshots
 from transfer_queue.server.journal.facts import UNWRITABLE, JournalFact, SnapshotComplete, encoded
-from transfer_queue.server.journal.files import DRAFT, check_lock, claim, lock_id, name_of, numbers
+from transfer_queue.server.journal.files import DRAFT, check_claim, claim, name_of, numbers
 from transfer_queue.server.journal.kept_state import OWNER, KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.log import DiskLog, LogFile
@@ -39,13 +39,14 @@ class _Run:
     """What a process has of a journal from `start` on. One that takes over makes its own: what the one before was
     doing when it was forked is done by nobody there."""
 
-    def __init__(self, position: int, fail: Callable[[OSError], None], loads: int) -> None:
+    def __init__(self, position: int, fail: Callable[[OSError], None], loads: int, payloads: Payloads) -> None:
         self.is_on = False
         self.log = DiskLog(None, position, fail)
-        self.payloads: Payloads
+        self.payloads = payloads
+        self.is_found = False  # what is in the directory is known: `payloads`, and
         self.number = -1  # of the log and of its snapshot
         self.loads = loads  # how many checkpoints had been loaded when the log began
-        self.is_adrift = False  # a checkpoint was loaded, and there is no log yet that could follow it
+        self.is_adrift = False  # there is no log yet that could follow what was loaded, or what another process had
         self.snapshots: dict[int, snapshots.SnapshotProcess] = {}
         self.awaited = -1  # the snapshot without which the log does not count
         self.useless: list[int] = []  # logs that count only with a snapshot that failed
@@ -68,12 +69,12 @@ class DiskJournal:
         `recover`."""
         self.directory = Path(os.path.abspath(directory))
         self.held = claim(self.directory)
-        self._lock = lock_id(self.held)
+        self._claimed = self.held.id
         self._kept = kept
         self._unit = unit
         self._broken = broken
         self._position = recover(self.directory, kept, unit).position
-        self._run = _Run(self._position, self._fail, kept.loads)
+        self._run = _Run(self._position, self._fail, kept.loads, self._no_payloads())
         unit.given_up = self._given_up
         self.has_let_go: Callable[[], None] = lambda: None
 
@@ -86,25 +87,18 @@ class DiskJournal:
         if self._run.is_on:  # the server's, of which this process was forked
             self._run.log.close_files()
             self._run.payloads.close()
-        self._run = _Run(self._position, self._fail, self._kept.loads)
+        self._run = _Run(self._position, self._fail, self._kept.loads, self._no_payloads())
         self._run.is_on = True
-        try:
-            check_lock(self.directory, self._lock)
-            self._run.payloads = Payloads(self.directory, set(self._unit.places.values()), self._lock)
-            self._run.number = last_number(self.directory)
-        except (OSError, JournalCorrupt) as error:
-            self._give_up(error)
-            return
         self._begin(follows=False)
 
-    def _give_up(self, error: Exception) -> None:
-        """The standby took over, and somebody removed the journal, or another one is there: rows can be read, and saved
-        as a checkpoint."""
-        log.critical("%s: nothing can be promised any more, answers wait: %s", self.directory, error)
-        self._run.why = str(error)
-        self._run.payloads = Payloads(self.directory, None, self._lock)
-        self._run.is_adrift = True
-        self._run.log.shut(before=True)
+    def _look_into_directory(self) -> None:
+        """The standby may have taken over while the journal is away, or another one is there: then rows can be read,
+        and saved as a checkpoint. Raises `OSError` and `JournalCorrupt`, and then nothing was changed."""
+        run = self._run
+        number = last_number(self.directory)
+        run.payloads = Payloads(self.directory, set(self._unit.places.values()), self._claimed)
+        run.number, run.is_found = number, True
+        run.freed.clear()  # they are free there
 
     async def complete(self) -> None:
         """Wait until all that was promised is on the disk without the log before. Raises `StoreFull` where that could
@@ -114,9 +108,12 @@ class DiskJournal:
             await self._run.complete.wait()
         self._run.waits_for_first = False
         if self._run.awaited >= 0 or self._run.is_adrift:
-            free = os.fstatvfs(self.held)
+            free = os.fstatvfs(self.held.directory)
             text = f"{self._run.why or 'see the log of the server'}; {free.f_bavail * free.f_frsize} bytes are free"
             raise StoreFull(f"server.journal_dir: no snapshot could be written to {self.directory}: {text}")
+
+    def _no_payloads(self) -> Payloads:
+        return Payloads(self.directory, None, self._claimed)
 
     def settle(self) -> None:
         """An event is over: what came of it is written down before anybody is told."""
@@ -242,14 +239,16 @@ class DiskJournal:
             return
         self._run.loads = self._kept.loads
         try:
-            check_lock(self.directory, self._lock)
+            check_claim(self.directory, self._claimed)
+            if not self._run.is_found:
+                self._look_into_directory()
             number = self._run.number + 1
             file = LogFile(self.directory, number, self._run.log.position, follows)
-        except OSError as error:
+        except (OSError, JournalCorrupt) as error:
             self._run.is_adrift |= not follows
             self._retry(follows, error)
             return
-        self._run.number = number
+        self._run.number, self._run.why = number, ""
         self._run.log.go_on_in(file)
         if follows:
             self._fork(follows)
@@ -260,7 +259,9 @@ class DiskJournal:
         self._await_snapshot()
 
     def _retry(self, follows: bool, error: object) -> None:
-        log.error("%s: no new log, the next attempt is in %g s: %s", self.directory, AGAIN_S, error)
+        if str(error) != self._run.why:
+            what = "no new log" if follows else "no new log, answers wait"
+            log.error("%s: %s, another attempt is made every %g s: %s", self.directory, what, AGAIN_S, error)
         self._run.why = str(error)
         self._run.next_s = time.monotonic() + AGAIN_S
         if not follows:
@@ -286,7 +287,7 @@ class DiskJournal:
         self._kept.hold_blocks(True)
         position = self._run.log.position if follows else self._run.log.position - 1
         try:
-            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit, self._lock)
+            written = snapshots.fork(self.directory, self._run.number, position, self._kept, self._unit, self._claimed)
         except OSError as error:
             if not self._run.snapshots:
                 self._kept.hold_blocks(False)
@@ -330,7 +331,7 @@ class DiskJournal:
     def _is_here(self) -> bool:
         """Whether what lies at the path of the directory is this journal still."""
         try:
-            check_lock(self.directory, self._lock)
+            check_claim(self.directory, self._claimed)
         except OSError as error:
             log.error("%s", error)
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from transfer_queue.server.journal.facts import BlockInEngine, BlockLogged, BlockRenamed, BlockStored, JournalFact
 from transfer_queue.server.journal.payloads import Place
@@ -20,7 +20,9 @@ class KeptUnit(RecordingUnit):
     Where the unit `says_first`, it is one before that: see `MemberUnit`.
 
     What nobody needs of the engine is deleted when the journal has that: it may not have those of `unneeded`, and is
-    about to have those that are `leaving`. `can_delete()` is called when it has some, in an event of its own.
+    about to have those that are `leaving`. `can_delete()` is called when it has some, in an event of its own. Keys that
+    begin as one of `shared_prefixes` are never deleted: another journal may have them, of which this one is a copy.
+    `directory_inode` is that of this one.
     """
 
     says_first = False
@@ -32,6 +34,8 @@ class KeptUnit(RecordingUnit):
         self.places: dict[int, Place] = {}
         self.unneeded: list[str] = []
         self.leaving: dict[str, None] = {}
+        self.shared_prefixes: tuple[str, ...] = ()
+        self.directory_inode = 0
         self.can_delete: Callable[[], None] = lambda: None
         self.facts: list[JournalFact] = []
         self.given_up: Callable[[Place], None] = lambda place: None
@@ -91,7 +95,11 @@ class KeptUnit(RecordingUnit):
             self.given_up(place)
 
     def leave_in_engine(self, key: str) -> None:
-        self.unneeded.append(key)
+        self.unneeded += self.only_here([key])
+
+    def only_here(self, keys: Iterable[str]) -> list[str]:
+        """Those that no other journal can need."""
+        return [key for key in keys if not key.startswith(self.shared_prefixes)]
 
     def take_unneeded(self) -> Callable[[], None]:
         """What is to be called when the journal has all that happened so far."""
@@ -115,7 +123,7 @@ class KeptUnit(RecordingUnit):
         """What the engine has in vain, or will have if nothing more becomes of it: blocks that somebody still reads or
         fills."""
         open_ = [block.key for block in self._blocks.values() if block.is_in_engine and not self._lasts(block)]
-        return [*self.left_in_engine, *self.leaving, *self.unneeded, *open_]
+        return self.only_here([*self.left_in_engine, *self.leaving, *self.unneeded, *open_])
 
     @staticmethod
     def _lasts(block: Block) -> bool:

@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 from transfer_queue.errors import JournalCorrupt, StoreFull
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import PAGE, Bytes
-from transfer_queue.server.journal.files import LockId, check_lock, name_of, numbers
+from transfer_queue.server.journal.files import ClaimId, check_claim, name_of, numbers
 from transfer_queue.storage.extents import Extents
 
 FILE_NBYTES = 4 << 30  # of addresses: what was not written takes no space
@@ -33,11 +33,11 @@ class Place(NamedTuple):
 class Payloads:
     """The blocks files of a journal. Taking and giving is the loop's; `write` and `read` run in helper threads."""
 
-    def __init__(self, directory: Path, used: Iterable[Place] | None, lock: LockId | None = None) -> None:
+    def __init__(self, directory: Path, used: Iterable[Place] | None, claimed: ClaimId | None = None) -> None:
         """`used` is what blocks have there, everything else is free; None: no file is opened. No new file is made where
-        the directory has another lock. Raises `JournalCorrupt` where two overlap, and `OSError`."""
+        the directory was claimed otherwise. Raises `JournalCorrupt` where two overlap, and `OSError`."""
         self._directory = directory
-        self._lock = lock
+        self._claimed = claimed
         self._files: dict[int, tuple[int, Extents]] = {}
         self.used_nbytes = 0
         try:
@@ -74,7 +74,7 @@ class Payloads:
             return place
         number = max(self._files, default=-1) + 1
         try:
-            check_lock(self._directory, self._lock)
+            check_claim(self._directory, self._claimed)
             self._open(number, nbytes)
             memfd.sync_directory(self._directory)
         except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ from transfer_queue.server.journal.files import DRAFT, FrameFile, name_of, numbe
 from transfer_queue.server.journal.kept_state import KeptState
 from transfer_queue.server.journal.kept_unit import KeptUnit
 from transfer_queue.server.journal.payloads import Payloads, Place
+from transfer_queue.storage.engines.sealed import prefix_of
 
 log = logging.getLogger("transfer_queue.server")
 
@@ -50,6 +53,7 @@ def recover(directory: Path, kept: KeptState, unit: KeptUnit) -> Recovered:
     The journal is only read. Raises `JournalCorrupt`, `JournalUnsupported`, `CheckpointCorrupt`, `InvalidInput` where
     it is of another kind of server or of another sampler, and `StoreFull` where the blocks do not fit.
     """
+    unit.directory_inode = os.stat(directory).st_ino
     snapshot = max(numbers(directory, "snapshot"), default=-1)
     logs = _logs(directory, snapshot)
     if snapshot < 0:
@@ -129,7 +133,7 @@ class KnownBlocks:
         self._large: dict[int, tuple[bytes, Place]] = {}
         self._in_engine: dict[int, BlockInEngine] = {}
         self._left: list[str] = []
-        self._place = ""
+        self._engine = EngineIs("")
         self._last = 0
 
     def apply(self, fact: JournalFact) -> bool:
@@ -148,7 +152,7 @@ class KnownBlocks:
             case LeftInEngine():
                 self._left += fact.keys
             case EngineIs():
-                self._place = fact.place
+                self._engine = fact
             case BlockRenamed() | BlockShared():
                 if fact.block not in self._large:
                     raise JournalCorrupt(f"a copy of block {fact.block}, which is not there")
@@ -173,13 +177,14 @@ class KnownBlocks:
         missing = [number for number in wanted if number not in in_memory]
         if missing:
             raise JournalCorrupt(f"{directory}: blocks {missing[:8]} are missing")
-        unit.engine_place = self._place
         left = dict.fromkeys([*self._left, *(fact.key for fact in self._in_engine.values())])
+        unit.engine_place = self._engine.place
+        unit.shared_prefixes = tuple(self._shared(directory, unit.directory_inode, left))
         for number, fact in self._in_engine.items():
             if number in needed:
                 unit.put_back_in_engine(fact)
                 del left[fact.key]
-        unit.left_in_engine += left
+        unit.left_in_engine += unit.only_here(left)
         places = {number: self._large[number][1] for number in wanted if number in self._large}
         payloads = Payloads(directory, set(places.values()))
         try:
@@ -189,6 +194,14 @@ class KnownBlocks:
             payloads.close()
         unit.take_facts()  # they are in the journal
         unit.put_next(self._last + 1)
+
+    def _shared(self, directory: Path, inode: int, keys: Collection[str]) -> list[str]:
+        """What the keys begin with of blocks that another journal may need."""
+        if not keys or self._engine.directory in (0, inode):
+            return self._engine.shared
+        text = "%s is a copy of another journal, which may need the %d blocks in the storage engine: they stay there"
+        log.warning(text, directory, len(keys))
+        return sorted({*self._engine.shared, *(prefix_of(key) for key in keys)})
 
     def _nbytes(self, number: int) -> int:
         small = self._small.get(number)

@@ -27,10 +27,10 @@ from transfer_queue.server.journal.facts import EngineIs, JournalFact, LeftInEng
 from transfer_queue.server.journal.files import (
     DRAFT,
     FORMAT,
+    ClaimId,
     FrameFile,
     Head,
-    LockId,
-    check_lock,
+    check_claim,
     framed,
     headed,
     name_of,
@@ -61,13 +61,15 @@ class SnapshotProcess(NamedTuple):
     watch: int
 
 
-def fork(directory: Path, number: int, position: int, kept: KeptState, unit: KeptUnit, lock: LockId) -> SnapshotProcess:
+def fork(
+    directory: Path, number: int, position: int, kept: KeptState, unit: KeptUnit, claimed: ClaimId
+) -> SnapshotProcess:
     """Begin to write a snapshot of now. Raises `OSError`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child needs none of theirs
         pid = os.fork()
     if not pid:
-        _write_and_exit(directory, head_of(number, position, kept), kept, unit, lock)
+        _write_and_exit(directory, head_of(number, position, kept), kept, unit, claimed)
     return SnapshotProcess(number, pid, watch(pid))
 
 
@@ -76,7 +78,7 @@ def head_of(number: int, position: int, kept: KeptState) -> Head:
     return Head(FORMAT, "snapshot", number, position, secrets.randbits(63), True, kept.reserved_rows)
 
 
-def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, lock: LockId) -> NoReturn:
+def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, claimed: ClaimId) -> NoReturn:
     """The fork's whole life. It is deep inside the server's event loop, which is never run again, nor taken apart.
 
     It does not hold the directory: a server that begins meanwhile has higher numbers, and removes what this one left.
@@ -86,7 +88,7 @@ def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit
         gc.freeze()
         gc.disable()
         disconnect(set())
-        write(directory, head, kept, unit, lock)
+        write(directory, head, kept, unit, claimed)
         status = 0
     finally:
         if sys.exc_info()[0] is not None:
@@ -94,10 +96,10 @@ def _write_and_exit(directory: Path, head: Head, kept: KeptState, unit: KeptUnit
         os._exit(status)
 
 
-def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, lock: LockId | None = None) -> None:
-    """Blocks until it is on the disk under its name. Raises `OSError`, also where the directory has another lock by
-    then."""
-    check_lock(directory, lock)
+def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, claimed: ClaimId | None = None) -> None:
+    """Blocks until it is on the disk under its name. Raises `OSError`, also where by then another one claimed the
+    directory, or it is elsewhere."""
+    check_claim(directory, claimed)
     path = directory / name_of("snapshot", head.number)
     draft = path.with_suffix(DRAFT)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -111,7 +113,7 @@ def write(directory: Path, head: Head, kept: KeptState, unit: KeptUnit, lock: Lo
         os.fsync(fd)
     finally:
         os.close(fd)
-    check_lock(directory, lock)
+    check_claim(directory, claimed)
     os.rename(draft, path)
     sync_directory(directory)
 
@@ -120,7 +122,8 @@ def _parts(found: list[JournalFact], unit: KeptUnit) -> Iterator[list[bytes]]:
     """These facts and the blocks, some megabytes at a time: encoded together, small ones take a third less time."""
     nbytes = 0
     if unit.engine_place:
-        found += [EngineIs(unit.engine_place), LeftInEngine(unit.to_delete)]
+        engine = EngineIs(unit.engine_place, unit.directory_inode, list(unit.shared_prefixes))
+        found += [engine, LeftInEngine(unit.to_delete)]
     for block in unit.lasting():
         found.append(unit.fact_of(block))
         nbytes += len(block.layout) + (0 if block.number in unit.places else block.nbytes)

@@ -25,6 +25,11 @@ def key_prefix(service: bytes) -> str:
     return f"tq/{service.hex()}/"
 
 
+def prefix_of(key: str) -> str:
+    """The `key_prefix` of the name of a block."""
+    return key[: key.rindex("/") + 1]
+
+
 def num_grains(nbytes: int) -> int:
     return -(-nbytes // GRAIN)
 
