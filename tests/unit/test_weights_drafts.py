@@ -1,4 +1,4 @@
-"""Versions of a model and its draft, and of a draft alone. `make test-vllm` loads them into a real vLLM."""
+"""Versions of a model and its draft, and of a draft alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 import torch
 from weights import Net, copy_of
 
-from transfer_queue.errors import (
-    InvalidInput,
-)
+from transfer_queue.errors import InvalidInput
 from transfer_queue.weights import ModuleSource, Receiver, StateDictSource, Swap, digests, plan, seal, with_draft
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.drafts import DRAFT
