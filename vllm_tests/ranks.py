@@ -1,8 +1,9 @@
 """A trainer of four ranks (FSDP2 and tensor parallelism on gloo): `python -m vllm_tests.ranks`, once for each rank.
 
-The first line says what it is, as JSON. Each further line is the seed of other weights (`SEED ROW`: with one row of
-them changed, see `altered`), or "again" for ones that differ a little, which it sends; it prints the report then, and
-how many bytes it has served. `join URL` brings another server to the newest version, which is then in all that follow.
+The first line says what it is, as JSON; with `draft` there is a draft with the model's weights. Each further line is
+the seed of other weights (`SEED ROW`: with one row of them changed, see `altered`), or "again" for ones that differ a
+little, which it sends; it prints the report then, and how many bytes it has served. `join URL` brings another server to
+the newest version, which is then in all that follow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.trainer import FactoryInfo
-from transfer_queue.weights import ModuleSource
+from transfer_queue.weights import ModuleSource, with_draft
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
@@ -74,14 +75,15 @@ def nudge(model: Any) -> None:
             (local_of(tensor) if is_sharded(tensor) else tensor).mul_(1.01)
 
 
-def of_ours(given: dict[str, Any], model: Any) -> tuple[Any, Any]:
+def of_ours(given: dict[str, Any], model: Any, draft: Any) -> tuple[Any, Any]:
     """Each rank gives its shards."""
+    source: Any = ModuleSource(model) if draft is None else with_draft(ModuleSource(model), ModuleSource(draft))
     rank = given["rank"]
     client: Any = WeightSyncClient(given["url"], given["token"], timeout_s=60) if rank == 0 else None
     if client is not None and given.get("fleet"):
         client = Fleet({"first": client})
     info = {"rank": rank, "world": WORLD, **given.get("info", {})}
-    made: Any = registry.trainer("tcp").trainer_init(info, client=client, source=ModuleSource(model))
+    made: Any = registry.trainer("tcp").trainer_init(info, client=client, source=source)
     return made, made
 
 
@@ -130,7 +132,8 @@ def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given["port"]))
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     model = sharded(drawn(0, tied, **given.get("sizes", {})).to(getattr(torch, given.get("dtype", "float32"))))
-    trainer, engine = from_factory(given, model) if given.get("factory") else of_ours(given, model)
+    draft = sharded(drawn(0)) if given.get("draft") else None
+    trainer, engine = from_factory(given, model) if given.get("factory") else of_ours(given, model, draft)
     print("ready", flush=True)
     for line in sys.stdin:
         if line.startswith("join"):
@@ -143,7 +146,9 @@ def main() -> None:
             nudge(model)
         else:
             seed, *row = map(int, line.split())
-            take(model, dict((altered(seed, tied, *row) if row else drawn(seed, tied)).state_dict()))
+            new = dict((altered(seed, tied, *row) if row else drawn(seed, tied)).state_dict())
+            for one in (model, draft) if draft is not None else (model,):
+                take(one, new)
         try:
             told = msgspec.structs.asdict(trainer.send_weights(deadline_s=60))
         except TransferQueueError as error:

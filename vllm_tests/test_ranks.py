@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,33 @@ def test_tensor_parallel_workers_are_sent_what_changed_in_their_pieces(
         assert [one["kind"] for one in send("32")] == ["full"] * WORLD  # who has which version is not known
         assert server.say() == answer(drawn(32, tied))
     server.stop()
+
+
+def test_a_draft_comes_in_slices_with_its_model(start: Callable[..., Server], tmp_path: Path) -> None:
+    """It has the model's weights, so all of its tokens are accepted as long as every slice of it is right."""
+    folder, model = save(drawn(0), tmp_path), drawn(0)
+    settings = json.dumps({"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3})
+    server = start(folder, "tq_tcp", 2, "--speculative-config", settings).wait()
+    model_nbytes = sum(one.nbytes for one in model.parameters())
+    replicated = sum(one.nbytes for name, one in model.named_parameters() if "norm" in name)
+    with started({"url": server.url, "token": server.token, "tied": False, "draft": True}) as send:
+        before = 0
+        for seed in (31, 32):
+            served = sum(one["served"] for one in send(str(seed)))
+            assert 2 * model_nbytes <= served - before <= 2.1 * (model_nbytes + replicated)
+            before, counted = served, drafted(server)
+            assert server.say() == answer(drawn(seed))
+            proposed, accepted = (now - then for now, then in zip(drafted(server), counted, strict=True))
+            assert accepted == proposed > 0
+    server.stop()
+
+
+def drafted(server: Server) -> list[float]:
+    """How many tokens the draft has proposed so far, and how many of them were accepted."""
+    _, text = server.ask("GET", "/metrics")
+    names = [f"vllm:spec_decode_num_{one}_tokens_total" for one in ("draft", "accepted")]
+    found = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("vllm")}
+    return [found[name] for name in names]
 
 
 def test_a_server_with_another_tensor_parallel_size_joins_between_versions(

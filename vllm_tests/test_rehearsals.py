@@ -15,6 +15,7 @@ from transfer_queue.errors import CommitFailed
 from transfer_queue.weights import SafetensorsSource
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.transport import registry
+from vllm_tests.drafts import REHEARSED, Filtered
 from vllm_tests.families import checkpoint, made, metas_of
 from vllm_tests.models import VOCABULARY, answer, save
 from vllm_tests.servers import Server
@@ -27,6 +28,12 @@ SHARES = {
     "mixtral": (0.50, 0.50), "qwen3_moe": (0.50, 0.50), "deepseek_v3": (0.52, 0.52),
     "mixtral, expert parallel": (0.50, 0.50), "qwen3_moe, expert parallel": (0.50, 0.50),
     "llama, fp8": (0.50, 0.50), "qwen3_moe, fp8": (0.50, 0.50),
+}  # fmt: skip
+
+
+DRAFT_SHARES = {
+    "draft_model": (0.50, 0.50), "eagle": (0.50, 0.50), "eagle3": (0.50, 0.50), "medusa": (0.50, 0.50),
+    "mimo": (0.50, 0.50), "glm4_moe": (0.50, 0.50), "deepseek_v3": (0.50, 0.50), "qwen3_next": (0.50, 0.50),
 }  # fmt: skip
 
 
@@ -109,6 +116,27 @@ def test_what_each_worker_takes(server: Server, tmp_path: Path, kind: str) -> No
     assert [one["num_odd"] for one in found] == [0] * TP
     assert shares(found, metas) == SHARES[kind]
     assert left_out(found, metas) == []
+
+
+@pytest.mark.parametrize("kind", DRAFT_SHARES)
+def test_what_each_worker_takes_for_its_draft(server: Server, tmp_path: Path, kind: str) -> None:
+    """`DRAFT_SHARES`: of the draft's own tensors. A layer that drafts in the model's checkpoint reaches it."""
+    settings, make = REHEARSED[kind]
+    folders = make(0, tmp_path)
+    metas = metas_of(folders.draft or folders.model)
+    draft = str(folders.draft) if folders.draft else None
+    asked = {"method": "rehearse_draft", "args": [str(folders.model), draft, settings, metas], "timeout": 60}
+    status, answered = server.ask("POST", "/collective_rpc", asked)
+    assert status == 200, answered
+    found = list(answered["results"])
+    own = {name: meta for name, meta in metas.items() if draft or not Filtered(folders.model, "mtp").has(name)}
+    if draft is None:
+        assert own
+        assert [set(one["left"]) for one in found] == [set(own)] * TP
+    assert [one["num_odd"] for one in found] == [0] * TP
+    boxes = [{"boxes": {name: one["boxes"].get(name, []) for name in own}} for one in found]
+    assert shares(boxes, own) == DRAFT_SHARES[kind]
+    assert left_out(boxes, own) == []
 
 
 def test_a_mixture_of_experts_gets_each_byte_once(serving: Callable[..., Server], tmp_path: Path) -> None:

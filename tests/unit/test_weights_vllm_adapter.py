@@ -4,16 +4,16 @@ one."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from conftest import until
 from safetensors.torch import save_file
+from vllm_stand_in import Client, Factory, Model, TrainerFactory, config, put_in_place, weights
 
 from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, TransferQueueError, UnknownTensor
 from transfer_queue.integrations.vllm import plugin
@@ -24,81 +24,9 @@ from transfer_queue.weights import StateDictSource, Swap, digests, plan, seal
 from transfer_queue.weights.transport import registry
 
 
-class Factory:
-    """vLLM's registry."""
-
-    _registry: ClassVar[dict[str, Any]] = {}
-
-    @classmethod
-    def register_engine(cls, name: str, module: str, attribute: str) -> None:
-        if name in cls._registry:
-            raise ValueError(name)
-        cls._registry[name] = (module, attribute)
-
-
-class TrainerFactory(Factory):
-    """Its other one."""
-
-    _registry: ClassVar[dict[str, Any]] = {}
-
-
-class Model(torch.nn.Module):
-    """Has vLLM's `load_weights`; fails after `fails_after` tensors, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(2, 2)
-        self.fails_after = -1
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        with torch.no_grad():
-            for index, (name, tensor) in enumerate(weights):
-                if index == self.fails_after:
-                    self.fails_after = -1
-                    raise RuntimeError("as the test wanted")
-                self.get_parameter(name).copy_(tensor)
-        return set(dict(self.named_parameters()))
-
-
 @pytest.fixture(autouse=True)
 def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def module(name: str, **attributes: Any) -> None:
-        made = ModuleType(name)
-        made.__dict__.update(attributes)
-        made.__path__ = []  # a package
-        monkeypatch.setitem(sys.modules, name, made)
-
-    Factory._registry, TrainerFactory._registry = {"nccl": None}, {"nccl": None}
-    layerwise = SimpleNamespace(get_layerwise_info=lambda _: SimpleNamespace(can_load=lambda: False))
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor", "vllm.v1"):
-        module(name)
-    module(
-        "vllm.distributed.weight_transfer.factory",
-        WeightTransferEngineFactory=Factory, WeightTransferTrainerFactory=TrainerFactory,
-    )  # fmt: skip
-    sys.modules["vllm.distributed"].parallel_state = SimpleNamespace()  # type: ignore[attr-defined]
-    module("vllm.v1.worker.gpu_worker", Worker=Client)
-    module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
-    module("vllm.model_executor.model_loader")
-    module(
-        "vllm.model_executor.model_loader.reload",
-        initialize_layerwise_reload=nothing, finalize_layerwise_reload=nothing, layerwise=layerwise,
-    )  # fmt: skip
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"linear.weight": torch.full((2, 2), value), "linear.bias": torch.full((2,), value)}
-
-
-def config(folder: Path, tied: bool = False) -> Any:
-    save_file(weights(1.0), folder / "model.safetensors")
-    model = SimpleNamespace(model=str(folder), dtype=torch.float32, revision=None)
-    model.hf_config = SimpleNamespace(tie_word_embeddings=tied)
-    parallel = SimpleNamespace(rank=1, world_size=2, data_parallel_index=1)
-    return SimpleNamespace(
-        model_config=model, parallel_config=parallel, load_config=SimpleNamespace(load_format="auto")
-    )
+    put_in_place(monkeypatch)
 
 
 def worker(folder: Path) -> Any:
@@ -158,34 +86,6 @@ def test_a_server_that_moves_experts_between_its_workers_is_refused(tmp_path: Pa
     settings.parallel_config.enable_eplb = True
     with pytest.raises(NotSupported, match="--enable-eplb"):
         LoadedModel(Model(), settings, lambda well, _: well).check(contents)
-
-
-class Client:
-    """vLLM's worker, as far as sessions go: it refuses what is out of order."""
-
-    def __init__(self, engine: Any) -> None:
-        self.weight_transfer_engine = engine
-        self._weight_update_active = False
-
-    def silent_workers(self) -> int:
-        return 1
-
-    def init_weight_transfer_engine(self, info: Any) -> None:
-        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(info))
-
-    def start_weight_update(self) -> None:
-        assert not self._weight_update_active
-        self.weight_transfer_engine.start_weight_update()
-        self._weight_update_active = True
-
-    def update_weights(self, info: Any) -> None:
-        assert self._weight_update_active
-        self.weight_transfer_engine.update_weights(info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        assert self._weight_update_active
-        self.weight_transfer_engine.finish_weight_update()
-        self._weight_update_active = False
 
 
 def test_a_server_without_lora_refuses_adapters() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transfer_queue.weights.receive.targets import InPlace as InPlace
     from transfer_queue.weights.receive.targets import Swap as Swap
     from transfer_queue.weights.receive.targets import Target as Target
+    from transfer_queue.weights.version.drafts import with_draft as with_draft
     from transfer_queue.weights.version.manifest import Manifest as Manifest
     from transfer_queue.weights.version.manifest import TensorSpec as TensorSpec
     from transfer_queue.weights.version.packing import Packed as Packed
@@ -52,6 +53,7 @@ _HOMES = {
     "control.control": ("Control",),
     "control.control_async": ("AsyncControl",),
     "receive.gate": ("Gate",),
+    "version.drafts": ("with_draft",),
     "version.manifest": ("Manifest", "TensorSpec"),
     "version.packing": ("Packed", "Plan", "digests", "pack", "plan", "seal", "unpack"),
     "receive.receiver": ("CommitInfo", "Receiver", "State", "VersionInfo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -16,30 +17,43 @@ log = logging.getLogger("transfer_queue.weights")
 
 
 class Checkpoint(Headers):
-    """What the server's model was loaded from, or would be."""
+    """What a model of the server was loaded from, or would be. `may_tie`: its configuration tells if it ties."""
 
-    def __init__(self, vllm_config: Any, model_config: Any) -> None:
+    def __init__(self, vllm_config: Any, model_config: Any, *, may_tie: bool = True) -> None:
         super().__init__(
             checkpoint_of(str(model_config.model), getattr(model_config, "revision", None)),
             loaded=str(getattr(vllm_config.load_config, "load_format", "auto")) != "dummy",
-            tied=bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
+            tied=may_tie and bool(getattr(model_config.hf_config, "tie_word_embeddings", False)),
         )
-        self._rehearsal = _rehearsal(vllm_config, model_config, self.source is not None)
+        self.rehearsal = _rehearsal(vllm_config, model_config, self.source is not None)
 
     def check(self, contents: Contents) -> None:
         super().check(contents)
-        if self._known is None and self._rehearsal is not None:
-            self._rehearsal.wants({name: entry[:2] for name, entry in contents.items()})
+        if self._known is None and self.rehearsal is not None:
+            self.rehearsal.wants({name: entry[:2] for name, entry in contents.items()})
 
     def wanted(self, metas: Metas) -> Wants | None:
         """The boxes of tensors like these that this worker's loader takes; None (all) when that cannot be found out."""
-        if self._rehearsal is None:
+        if self.rehearsal is None:
             return None
         try:
-            return self._rehearsal.wants(metas)
+            return self.rehearsal.wants(metas)
         except (UnknownTensor, ShapeMismatch, Incomplete) as error:
             log.warning("which parts of a version are needed here could not be found out, all are fetched: %s", error)
             return None
+
+    def left_alone(self, metas: Metas) -> set[str]:
+        """Those of tensors like these that the model's loader leaves alone. None where that cannot be found out."""
+        wants = self.wanted(metas)
+        return set() if wants is None else {name for name in metas if not wants.get(name)}
+
+    def _may_lack(self, name: str) -> bool:
+        """Also what the loader leaves alone: layers of a draft in the same checkpoint, which not every trainer has."""
+        return super()._may_lack(name) or name in self._left_alone
+
+    @functools.cached_property
+    def _left_alone(self) -> set[str]:
+        return self.left_alone(self.metas())
 
 
 def _rehearsal(vllm_config: Any, model_config: Any, is_known: bool) -> Rehearsal | None:

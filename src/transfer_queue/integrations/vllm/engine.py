@@ -11,12 +11,16 @@ import logging
 import sys
 from typing import Any, ClassVar
 
+import torch
+
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters
 from transfer_queue.integrations.vllm.model import LoadedModel
 from transfer_queue.integrations.workers.lane import silent
 from transfer_queue.integrations.workers.ranks import Ranks
 from transfer_queue.integrations.workers.worker import FINISH_S, SilentWorker
 from transfer_queue.weights.receive.update_session import timeout_of
+from transfer_queue.weights.version.drafts import DRAFT
+from transfer_queue.weights.version.manifest import Manifest
 
 log = logging.getLogger("transfer_queue.weights")
 WORKERS = ("vllm.v1.worker.gpu_worker",)  # those for other devices are its subclasses
@@ -26,6 +30,7 @@ class WorkerEngine(SilentWorker):
     """One for each worker. `transport` names the engine that brings the bytes."""
 
     transport: ClassVar[str] = "shm"
+    target: LoadedModel
     supports_draft_weight_update: ClassVar[bool] = False
     defers_processing: ClassVar[bool] = False
     init_info_cls: ClassVar[type] = dict
@@ -38,8 +43,17 @@ class WorkerEngine(SilentWorker):
         ranks = Ranks(_groups)
         target = LoadedModel(model, vllm_config, ranks.all)
         self._adapters = LabeledAdapters(model, target)
-        super().__init__(self.transport, target, ranks, _rank(self.parallel_config), self._adapters)
+        self._has_looked = False
+        sink = LabeledVersions(self._adapters, target)
+        super().__init__(self.transport, target, ranks, _rank(self.parallel_config), sink)
         end_sessions_with_init()
+
+    @silent
+    def find_draft(self, worker: Any) -> None:
+        """Of vLLM's worker, which has it once both models are loaded: after this was made."""
+        if not self._has_looked:
+            self._has_looked = True
+            self.target.find_draft(getattr(worker, "model_runner", None))
 
     def parse_init_info(self, init_dict: Any) -> Any:
         """As it came: what is wrong with it is reported."""
@@ -55,7 +69,7 @@ class WorkerEngine(SilentWorker):
         """Nothing is pending after `finish`."""
 
     def set_weight_update_target(self, model: Any, model_config: Any) -> None:
-        """Only for draft models, which are not supported."""
+        """vLLM's own way to a draft: ours are updated together with the model, or by the label `DRAFT`."""
 
     def reset_weight_update_target(self) -> None:
         """See above."""
@@ -76,12 +90,32 @@ def end_sessions_with_init() -> None:
             continue
 
         def wrapped(self: Any, *args: Any, init: Any = init, **more: Any) -> Any:
-            if isinstance(getattr(self, "weight_transfer_engine", None), WorkerEngine):
+            engine = getattr(self, "weight_transfer_engine", None)
+            if isinstance(engine, WorkerEngine):
                 self._weight_update_active = False
+                engine.find_draft(self)
             return init(self, *args, **more)
 
         wrapped.ends_session = True  # type: ignore[attr-defined]
         worker.init_weight_transfer_engine = functools.wraps(init)(wrapped)
+
+
+class LabeledVersions:
+    """What the receiver gives versions with a label to: a draft to its model, LoRA adapters to vLLM's manager."""
+
+    def __init__(self, adapters: LabeledAdapters, target: LoadedModel) -> None:
+        self._adapters, self._target = adapters, target
+
+    def prepare(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> Any:
+        if manifest.label == DRAFT:
+            return self._target.prepare_draft(tensors, manifest)
+        return self._adapters.prepare(tensors, manifest)
+
+    def __call__(self, prepared: Any, manifest: Manifest) -> None:
+        if manifest.label == DRAFT:
+            self._target.commit_draft(prepared)
+        else:
+            self._adapters(prepared, manifest)
 
 
 class ShmWorker(WorkerEngine):

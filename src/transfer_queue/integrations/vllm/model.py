@@ -1,113 +1,122 @@
-"""A model in a vLLM worker as a target.
+"""A model in a vLLM worker as a target, with the draft model beside it where the server speculates.
 
-Loading goes through vLLM's layerwise reload, which keeps addresses (CUDA graphs) and repacks, but leaves the model
-unusable when it fails: `workers.reloading` goes back then.
+Loading goes through vLLM's layerwise reload (`reload`), which leaves the model unusable when it fails:
+`workers.reloading` goes back then, with both models.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from transfer_queue.errors import NotSupported
+from transfer_queue.errors import CommitFailed, NotSupported
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
-from transfer_queue.integrations.workers.reloading import Agrees, Named, ReloadTarget
+from transfer_queue.integrations.vllm.draft import DraftModel
+from transfer_queue.integrations.vllm.reload import reload
+from transfer_queue.integrations.workers.reloading import Agrees, Loading, Named, ReloadTarget, in_layers
+from transfer_queue.weights.receive.lazy import outermost
 from transfer_queue.weights.receive.targets import Metas
-from transfer_queue.weights.version.manifest import Contents
+from transfer_queue.weights.version.drafts import DRAFT
+from transfer_queue.weights.version.manifest import Contents, Manifest
 from transfer_queue.weights.version.plans import Wants
+
+log = logging.getLogger("transfer_queue.weights")
 
 
 class LoadedModel(ReloadTarget):
+    """`draft`: that of this worker, once it is known. `no_draft`: why there is none; "" where another worker has it."""
+
     takes_pieces = True
+    draft: DraftModel | None = None
+    no_draft = "this server has no draft model that takes weights"
     _checkpoint: Checkpoint
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, agree: Agrees) -> None:
         super().__init__(model, Checkpoint(vllm_config, vllm_config.model_config), agree)
         self._vllm_config = vllm_config
         self._model_config = vllm_config.model_config
+        self._is_drafting = False  # the commit has touched the draft
+
+    def find_draft(self, runner: Any) -> None:
+        """Look for the draft model of vLLM's model runner."""
+        try:
+            self.draft = DraftModel.of(runner, self._vllm_config, self._agree, self._model, self._checkpoint)
+        except NotSupported as error:
+            self.no_draft = str(error)
+            return
+        if DraftModel.is_elsewhere(runner, self._vllm_config):
+            self.no_draft = ""
 
     def check(self, contents: Contents) -> None:
         """vLLM may move experts between workers with EPLB (`NotSupported`): the loader takes others then than when the
         model was made, by which the version was fetched."""
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
             raise NotSupported("this server moves experts between its workers: start it without --enable-eplb")
-        super().check(contents)
+        own = {name: entry for name, entry in contents.items() if not name.startswith(DRAFT)}
+        if len(own) < len(contents) and self.draft is None and self.no_draft:
+            raise NotSupported(self.no_draft)
+        super().check(own)
+        if self.draft is not None:
+            self.draft.check_part(contents)
+        self._metas = {name: contents[name][:2] for name in in_layers(list(contents))}
 
     def wanted(self, tensors: Metas) -> Wants | None:
-        return self._checkpoint.wanted(tensors)
+        own = self._checkpoint.wanted(_own(tensors))
+        if own is None or self.draft is None:
+            return own
+        drafts = self.draft.wanted_part(tensors)
+        if drafts is None:
+            return None
+        return {name: _joined(own.get(name, ()), drafts.get(name, ())) for name in {**own, **drafts}}
+
+    def prepare_draft(self, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Loading | None:
+        """Of a version of the draft alone. None where another worker has it."""
+        if self.draft is not None:
+            self.draft.check(manifest.contents())
+            return self.draft.prepare(tensors)
+        if self.no_draft:
+            raise NotSupported(self.no_draft)
+        return None
+
+    def commit_draft(self, prepared: Loading | None) -> None:
+        """All workers of this server load it, or go back to the draft before (`CommitFailed`)."""
+        self.voted = True
+        if self.draft is not None and prepared is not None:
+            self.draft.commit(prepared, None, 0.0)
+        elif not self._agree(True, 0.0):
+            raise CommitFailed("another worker of this server did not load the draft")
 
     def _load(self, tensors: Named) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        reload(self._model, tensors, self._vllm_config, self._model_config)
 
-        with set_current_vllm_config(self._vllm_config), _some_modules_may_lack(), _kernels_made_anew(self._model):
-            initialize_layerwise_reload(self._model)
-            try:
-                load: Any = self._model.load_weights
-                load(iter(tensors))
-                finalize_layerwise_reload(self._model, self._model_config)
-                _repack_shared(self._model)
-            except BaseException:  # an interrupt must not leave layers without tensors
-                _forget_what_came(self._model)
-                finalize_layerwise_reload(self._model, self._model_config)
-                raise
-        if any(tensor.device.type not in ("cpu", "meta") for tensor in self._model.parameters()):
-            torch.accelerator.synchronize()
+    def load_version(self, version: Loading) -> None:
+        self._is_drafting = False
+        super().load_version(version._replace(metas=_own(version.metas)))
+        part = self._drafts(version)
+        if self.draft is not None and part is not None:
+            self._is_drafting = True
+            self.draft.load_version(part)
 
+    def load_before(self) -> bool:
+        return super().load_before() and (self.draft is None or not self._is_drafting or self.draft.load_before())
 
-def _forget_what_came(model: torch.nn.Module) -> None:
-    """Have vLLM put the tensors from before back in place, in layers that are not finished."""
-    from vllm.model_executor.model_loader.reload import layerwise
+    def hold(self, version: Loading) -> None:
+        super().hold(version._replace(metas=_own(version.metas)))
+        part = self._drafts(version)
+        if self.draft is not None and part is not None:
+            self.draft.hold(part)
 
-    for layer in model.modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            info.loaded_weights.clear()
-            info.load_numel = 0
+    def _drafts(self, version: Loading) -> Loading | None:
+        return None if self.draft is None else self.draft.part_of(version)
 
 
-@contextmanager
-def _kernels_made_anew(model: torch.nn.Module) -> Iterator[None]:
-    """On CPUs vLLM (0.32) repacks the weights of experts for their kernel when it makes the kernel, in no reload after
-    that: the answers would be wrong. So while a layer is loaded it has no kernel. Those of layers that were not loaded
-    come back."""
-    there: list[tuple[Any, Any]] = []
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        kernel = getattr(method, "moe_kernel", None)
-        if kernel is not None and all(one.device.type == "cpu" for one in layer.parameters()):
-            there.append((method, kernel))
-            method.moe_kernel = None
-    try:
-        yield
-    finally:
-        for method, kernel in there:
-            if method.moe_kernel is None:
-                method.moe_kernel = kernel
+def _own(metas: Metas) -> Metas:
+    """Without what is the draft's by its name."""
+    return {name: meta for name, meta in metas.items() if not name.startswith(DRAFT)}
 
 
-def _repack_shared(model: torch.nn.Module) -> None:
-    """On CPUs layers compute with a packed copy of their weight. A tied head that the version does not name was not
-    loaded, so its copy is of the embeddings before."""
-    owners: set[int] = set()
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is None or not hasattr(layer, "cpu_linear"):
-            continue
-        if id(weight) in owners:
-            method: Any = layer.quant_method
-            method.process_weights_after_loading(layer)
-        owners.add(id(weight))
-
-
-def _some_modules_may_lack() -> Any:
-    """vLLM's check for draft layers does not hold for checkpoints from trainers."""
-    try:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-    except ImportError:
-        return contextlib.nullcontext()
-    return disable_mtp_completeness_check()
+def _joined(some: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    return outermost([*some, *others]) if some and others else some or others

@@ -7,6 +7,7 @@ all models of a process: nothing of a twin is ever written.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -28,27 +29,37 @@ class Rehearsal:
 
     def __init__(self, vllm_config: Any, model_config: Any) -> None:
         self._vllm_config = vllm_config
-        self._twin = _twin(vllm_config, model_config)
+        self.twin = _twin(vllm_config, model_config)
+        self.given: tuple[str, ...] = ()  # paths of modules that the live model has from another one
         self._metas: Metas | None = None  # of the rehearsal that was last
         self._wants: Wants = {}
+        self._missing: set[str] = set()
 
     def wants(self, metas: Metas) -> Wants:
         """The boxes that are taken of tensors like these, an empty tuple or none where nothing is.
 
         `UnknownTensor`, `ShapeMismatch`, `Incomplete` when the loader does not take them, or they are not enough.
         """
+        found, missing = self.taken(metas), self._missing
+        if missing:
+            raise Incomplete(f"the version leaves {len(missing)} parameters as they were, such as {min(missing)!r}")
+        return found
+
+    def taken(self, metas: Metas) -> Wants:
+        """The same, also where they are not enough."""
         if metas != self._metas:
-            self._wants = self._rehearse(metas)
+            self._metas = None
+            self._wants, self._missing = self._rehearse(metas)
             self._metas = dict(metas)
         return self._wants
 
-    def _rehearse(self, metas: Metas) -> Wants:
+    def _rehearse(self, metas: Metas) -> tuple[Wants, set[str]]:
         from vllm.config import set_current_vllm_config
 
         notes = Notes(metas)
         try:
-            with set_current_vllm_config(self._vllm_config):
-                loaded = self._twin.load_weights(lazies(metas, notes))
+            with set_current_vllm_config(self._vllm_config), some_modules_may_lack():
+                loaded = self.twin.load_weights(lazies(metas, notes))
         except (KeyError, AttributeError) as error:
             raise UnknownTensor(f"the model's loader does not know {error}") from error
         except ValueError as error:
@@ -56,11 +67,19 @@ class Rehearsal:
             raise kind(f"the model's loader does not take it: {error}") from error
         except Exception as error:  # loaders raise whatever they run into
             raise ShapeMismatch(f"the model's loader does not take it: {error!r}") from error
-        if isinstance(loaded, set):
-            missing = set(dict(self._twin.named_parameters())) - loaded - _of_caches(self._twin)
-            if missing:
-                raise Incomplete(f"the version leaves {len(missing)} parameters as they were, such as {min(missing)!r}")
-        return notes.wants()
+        if not isinstance(loaded, set):
+            return notes.wants(), set()
+        missing = set(dict(self.twin.named_parameters())) - loaded - _of_caches(self.twin)
+        return notes.wants(), {name for name in missing if not name.startswith(self.given)}
+
+
+def some_modules_may_lack() -> Any:
+    """vLLM's check for draft layers does not hold for checkpoints from trainers."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return contextlib.nullcontext()
+    return disable_mtp_completeness_check()
 
 
 def _of_caches(model: torch.nn.Module) -> set[str]:

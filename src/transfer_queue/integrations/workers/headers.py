@@ -14,6 +14,7 @@ import torch
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import Incomplete, InvalidInput, ShapeMismatch, UnknownTensor, UnsupportedValue
+from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.sources import INDEX, SafetensorsSource, TensorMeta
 
@@ -30,6 +31,11 @@ class Headers:
         self.source = source
         self._known = {meta.name: meta for meta in source.specs()} if source else None
         self._loaded, self._tied = loaded, tied
+
+    def metas(self) -> Metas:
+        """Dtypes and shapes in the checkpoint, as far as it can be read here."""
+        known = (self._known or {}).values()
+        return {meta.name: (dtype_name(meta.dtype), meta.shape) for meta in known}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """What was loaded at the start, if that is known."""
@@ -65,9 +71,13 @@ class Headers:
                     f"{name!r} is {entry.dtype} {list(entry.shape)}, the checkpoint's is {dtype_name(meta.dtype)} "
                     f"{list(meta.shape)}"
                 )
-        missing = [name for name in known if name not in contents and not (self._tied and name.endswith(HEAD))]
+        missing = [name for name in known if name not in contents and not self._may_lack(name)]
         if missing:
             raise Incomplete(f"the version lacks {len(missing)} tensors of the checkpoint, such as {min(missing)!r}")
+
+    def _may_lack(self, name: str) -> bool:
+        """Whether a version is whole without this tensor of the checkpoint."""
+        return self._tied and name.endswith(HEAD)
 
 
 def checkpoint_of(model: str, revision: str | None) -> SafetensorsSource | None:

@@ -70,7 +70,7 @@ class ReloadTarget(Target):
         start = time.monotonic()
         fault: Exception | None = None
         try:
-            self._load(supplied(prepared.tensors, prepared.metas))
+            self.load_version(prepared)
         except Exception as error:  # loaders raise whatever they run into
             log.exception("loading failed")
             fault = error
@@ -81,7 +81,8 @@ class ReloadTarget(Target):
             raise Broken("another worker of this server did not say whether it could load the version")
         if not agreed:
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
-        self._held, self._held_metas, self.tag, self.broken = prepared.copies, prepared.metas, tag, False
+        self.hold(prepared)
+        self.tag, self.broken = tag, False
         trim_later()  # what the reload has freed: half of this worker's share of the model
         return Pause(time.monotonic() - start, 0.0)
 
@@ -90,18 +91,31 @@ class ReloadTarget(Target):
         if self.broken:
             raise Broken(f"loading failed, and the weights were a mixture before: {why}")
         self.broken = True
-        before: Named | None = self._checkpoint.tensors() if self._held is None else None
-        if self._held is not None:
-            before = supplied(self._held, self._held_metas)
-        if before is None:
-            raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
         try:
-            self._load(before)
+            is_known = self.load_before()
         except Exception as worse:  # as above
             log.exception("loading the version before failed")
             raise Broken(f"loading failed ({why}), and so did going back: {worse!r}") from worse
+        if not is_known:
+            raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
         self.broken = False
         raise CommitFailed(f"loading failed, the version before was loaded again: {why}")
+
+    def load_version(self, version: Loading) -> None:
+        self._load(supplied(version.tensors, version.metas))
+
+    def load_before(self) -> bool:
+        """What is installed, or what the server began with. False: there is no copy of it, and nothing was loaded."""
+        before: Named | None = self._checkpoint.tensors() if self._held is None else None
+        if self._held is not None:
+            before = supplied(self._held, self._held_metas)
+        if before is not None:
+            self._load(before)
+        return before is not None
+
+    def hold(self, version: Loading) -> None:
+        """It is installed: keep what going back takes."""
+        self._held, self._held_metas = version.copies, version.metas
 
     @abstractmethod
     def _load(self, tensors: Named) -> None:

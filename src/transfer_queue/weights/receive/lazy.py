@@ -122,10 +122,10 @@ class Notes:
         self._boxes.setdefault(name, {})[whole(self._metas[name][1])] = None
 
     def wants(self) -> Wants:
-        return {name: _outermost(list(boxes)) for name, boxes in self._boxes.items()}
+        return {name: outermost(list(boxes)) for name, boxes in self._boxes.items()}
 
 
-def _outermost(boxes: list[Box]) -> tuple[Box, ...]:
+def outermost(boxes: list[Box]) -> tuple[Box, ...]:
     """Without those that lie in another."""
     kept: list[Box] = []
     for box in sorted(boxes, key=lambda one: -one.size):

@@ -40,6 +40,7 @@ from transfer_queue.errors import (
 from transfer_queue.weights.receive.targets import READ_TIMEOUT_S, Broken, Live, Metas, Pause, Target
 from transfer_queue.weights.receive.update_session import OpenVersion, Phase, SessionKey, UpdateEnd, UpdateSession
 from transfer_queue.weights.version.digest import Buffer
+from transfer_queue.weights.version.drafts import DRAFT, carries_draft
 from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
 from transfer_queue.weights.version.pieces import wanted_buckets
 from transfer_queue.weights.version.plans import Wants
@@ -516,7 +517,10 @@ class Receiver:
     def _install(self, opened: OpenVersion, timeout_s: float) -> Pause:
         m, info = opened.manifest, self._target.tag
         if m.kind != "adapter":
-            new = VersionInfo(m.version, m.epoch, m.root, m.label, info.adapters)
+            kept = dict(info.adapters)
+            if DRAFT in kept and carries_draft(opened.contents):
+                del kept[DRAFT]  # this version's took its place
+            new = VersionInfo(m.version, m.epoch, m.root, m.label, kept)
             return self._target.commit(opened.prepared, new, timeout_s)
         assert self._adapter is not None
         with self._target.exclusive(timeout_s) as drain_s:

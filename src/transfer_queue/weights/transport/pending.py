@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from transfer_queue.errors import InvalidInput
 from transfer_queue.structs import decodable
 from transfer_queue.weights.version.anchor import CellChanges, VersionAnchor
 from transfer_queue.weights.version.digest import ALGO
-from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.drafts import DRAFT
+from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
 from transfer_queue.weights.version.packing import Plan, seal
 from transfer_queue.weights.version.plans import ShardPlan
 from transfer_queue.weights.version.sealing import PackedCells, Sealing
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import WeightSource, shards_of
+
+MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 
 
 class PendingAdapter(NamedTuple):
@@ -25,6 +30,22 @@ class PendingAdapter(NamedTuple):
     label: str
     base_root: str | None
     meta: dict[str, Any]
+
+    @classmethod
+    def of(cls, label: str, source: WeightSource, config: Mapping[str, Any]) -> PendingAdapter:
+        """`InvalidInput` for a label of which there is none, no tensors, or a configuration that is not JSON."""
+        try:
+            meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
+        if not source.specs():
+            raise InvalidInput(f"the adapter {label!r} has no tensors")
+        return cls(_checked(label), None, meta)
+
+    @classmethod
+    def none(cls, label: str) -> PendingAdapter:
+        """Of a version that removes it."""
+        return cls(_checked(label), None, {})
 
 
 class Base(NamedTuple):
@@ -150,6 +171,15 @@ class SyncReport(msgspec.Struct, frozen=True):
     def epoch(self) -> str:
         """The run, by its older name."""
         return self.run_id
+
+
+def _checked(label: str) -> str:
+    """`InvalidInput` unless an adapter may have it."""
+    if not 0 < len(label) <= MAX_LABEL:
+        raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
+    if label == DRAFT:
+        raise InvalidInput(f"the label {label!r} is that of a draft: see `send_draft`")
+    return label
 
 
 def label_of(manifest: Manifest) -> str:

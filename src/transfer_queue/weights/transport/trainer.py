@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import secrets
 import threading
@@ -40,13 +39,13 @@ from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
 from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns
-from transfer_queue.weights.version.manifest import ADAPTER_CONFIG, Manifest
+from transfer_queue.weights.version.drafts import DRAFT, carries_draft
+from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sources import SHARDED, StateDictSource, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
-MAX_LABEL = 80  # characters: labels become file names, percent-encoded
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
 
@@ -218,17 +217,21 @@ class TrainerEngine(ABC):
         JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
         (`InvalidInput` when none were); else receivers take it whatever their weights are.
         """
-        try:
-            meta = {ADAPTER_CONFIG: json.dumps(dict(config), sort_keys=True)}
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(f"the adapter's configuration is not JSON: {error}") from None
-        if not source.specs():
-            raise InvalidInput(f"the adapter {label!r} has no tensors")
-        return self._send_adapter(source, PendingAdapter(label, None, meta), for_base, version, deadline_s)
+        return self._send_adapter(source, PendingAdapter.of(label, source, config), for_base, version, deadline_s)
 
     def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
         """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
-        return self._send_adapter(StateDictSource({}), PendingAdapter(label, None, {}), False, version, deadline_s)
+        return self._send_adapter(StateDictSource({}), PendingAdapter.none(label), False, version, deadline_s)
+
+    def send_draft(self, source: WeightSource, *, version: int | None = None, deadline_s: float) -> SyncReport:
+        """Bring the weights of the draft model to every receiver, under the names of its own checkpoint, as `version`
+        of the draft (default: its next number). The model's own stay.
+
+        All or nothing, as `send_weights`. `InvalidInput` where that brings the draft too (`with_draft`).
+        """
+        if carries_draft(spec.name for spec in self._source.specs()):
+            raise InvalidInput("the draft is in the versions of this trainer: send_weights brings both")
+        return self._send_adapter(source, PendingAdapter(DRAFT, None, {}), False, version, deadline_s)
 
     def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
         """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
@@ -378,8 +381,6 @@ class TrainerEngine(ABC):
         self, source: WeightSource, adapter: PendingAdapter, for_base: bool, version: int | None, deadline_s: float
     ) -> SyncReport:
         label, deadline = adapter.label, Deadline(deadline_s)
-        if not 0 < len(label) <= MAX_LABEL:
-            raise InvalidInput(f"an adapter's label of {len(label)} characters, at most {MAX_LABEL}")
         with self._turns.turn(deadline):
             if for_base and self._root is None:
                 raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")

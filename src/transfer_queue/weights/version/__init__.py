@@ -1,6 +1,7 @@
 """What a version is, and how a trainer makes one.
 
 sources        where weights come from: a module, a state dict, a folder of safetensors files
+drafts         a model and its draft as one source
 packing        tensors into buckets and back
 boxes          parts of tensors: cutting, tiling, what a view covers
 sharded        which boxes of a DTensor a rank holds

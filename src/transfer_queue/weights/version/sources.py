@@ -231,7 +231,11 @@ def shards_of(specs: Iterable[TensorMeta]) -> list[TensorShard]:
 
 def table_of(source: WeightSource) -> ShardTable:
     """What it gives here (`parts_of`)."""
-    return ShardTable.of(source.shards() if isinstance(source, ShardSource) else shards_of(source.specs()))
+    return ShardTable.of(shards_in(source))
+
+
+def shards_in(source: WeightSource) -> list[TensorShard]:
+    return source.shards() if isinstance(source, ShardSource) else shards_of(source.specs())
 
 
 def parts_of(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:

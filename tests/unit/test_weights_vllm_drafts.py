@@ -1,0 +1,148 @@
+"""Drafts in vLLM's workers, with a stand-in for vLLM. `make test-vllm` has the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm_stand_in import Client, Model, config, put_in_place, weights
+
+from transfer_queue.errors import (
+    CommitFailed,
+    Incomplete,
+    NotSupported,
+    ShapeMismatch,
+    TransferQueueError,
+    UnknownTensor,
+)
+from transfer_queue.weights import StateDictSource, with_draft
+from transfer_queue.weights.transport import registry
+
+
+@pytest.fixture(autouse=True)
+def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_place(monkeypatch, twins=True)
+
+
+class Speculating(Client):
+    """A worker whose model runner has a draft, unless `has_draft` says otherwise."""
+
+    def __init__(self, folder: Path, *, has_draft: bool = True, is_elsewhere: bool = False) -> None:
+        from transfer_queue.integrations.vllm.engine import ShmWorker
+
+        settings = config(folder)
+        (folder / "draft").mkdir()
+        save_file(weights(1.0), folder / "draft" / "model.safetensors")
+        model = SimpleNamespace(**{**vars(settings.model_config), "model": str(folder / "draft")})
+        settings.compilation_config = SimpleNamespace(static_forward_context={})
+        settings.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=model)
+        self.draft = Model()
+        self.model_runner = SimpleNamespace(get_draft_model=lambda: self.draft if has_draft else None)
+        if not is_elsewhere:
+            self.model_runner.drafter = SimpleNamespace()
+        self.engine = ShmWorker(SimpleNamespace(backend="tq_shm"), settings, torch.device("cpu"), Model())
+        super().__init__(self.engine)
+
+    def has(self, model: float, draft: float) -> bool:
+        live = (self.engine.model, model), (self.draft, draft)
+        return all(torch.equal(one, torch.full_like(one, value)) for of, value in live for one in of.parameters())
+
+
+def both(model: float, draft: float, **odd: torch.Tensor) -> Any:
+    return with_draft(StateDictSource(weights(model)), StateDictSource({**weights(draft), **odd}))
+
+
+def introduced(server: Client, source: Any) -> Any:
+    return registry.trainer("shm").trainer_init({}, client=server, source=source)
+
+
+@pytest.mark.parametrize("which", ["model", "draft"])
+def test_a_load_that_fails_in_one_of_them_leaves_both_as_they_were(
+    tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Speculating(tmp_path)
+    trainer = introduced(server, both(2.0, 3.0))
+    broken = server.draft if which == "draft" else server.engine.model
+    with torch.no_grad():
+        for one in (*server.engine.model.parameters(), *server.draft.parameters()):
+            one.fill_(1.0)  # what the folders have
+    for model, draft in ((1.0, 1.0), (2.0, 3.0)):
+        broken.fails_after = 1
+        with pytest.raises(CommitFailed, match="was loaded again"):
+            trainer.send_weights(deadline_s=20)
+        assert server.has(model, draft)
+        trainer._source = both(2.0, 3.0)
+        trainer.send_weights(deadline_s=20)
+        assert server.has(2.0, 3.0)
+        trainer._source = both(4.0, 5.0)
+    server.engine.shutdown()
+    trainer.shutdown()
+    caplog.clear()  # its tracebacks hold the weights
+
+
+def test_a_draft_alone_that_fails_leaves_the_one_before_and_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Speculating(tmp_path)
+    trainer = introduced(server, StateDictSource(weights(2.0)))
+    trainer.send_weights(deadline_s=20)
+    trainer.send_draft(StateDictSource(weights(3.0)), deadline_s=20)
+    assert server.has(2.0, 3.0)
+    server.draft.fails_after = 1
+    with pytest.raises(CommitFailed, match="was loaded again"):
+        trainer.send_draft(StateDictSource(weights(4.0)), deadline_s=20)
+    assert server.has(2.0, 3.0)
+    trainer._source = StateDictSource(weights(5.0))
+    trainer.send_weights(deadline_s=20)
+    assert server.has(5.0, 3.0)
+    server.engine.shutdown()
+    trainer.shutdown()
+    caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("odd", "error"),
+    [
+        ({"surplus": torch.ones(2)}, UnknownTensor),
+        ({"linear.bias": torch.ones(3)}, ShapeMismatch),
+        ({"linear.bias": None}, Incomplete),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused_with_the_weights_it_came_with(
+    tmp_path: Path, odd: dict[str, Any], error: type[TransferQueueError]
+) -> None:
+    server = Speculating(tmp_path)
+    trainer = introduced(server, both(2.0, 3.0))
+    trainer.send_weights(deadline_s=20)
+    draft = {name: one for name, one in {**weights(5.0), **odd}.items() if one is not None}
+    trainer._source = with_draft(StateDictSource(weights(4.0)), StateDictSource(draft))
+    with pytest.raises(error):
+        trainer.send_weights(deadline_s=20)
+    assert server.has(2.0, 3.0)
+    server.engine.shutdown()
+    trainer.shutdown()
+
+
+def test_a_server_without_a_draft_refuses_one(tmp_path: Path) -> None:
+    server = Speculating(tmp_path, has_draft=False)
+    trainer = introduced(server, StateDictSource(weights(2.0)))
+    with pytest.raises(NotSupported, match="no draft model"):
+        trainer.send_draft(StateDictSource(weights(3.0)), deadline_s=20)
+    trainer._source = both(2.0, 3.0)
+    with pytest.raises(NotSupported, match="no draft model"):
+        trainer.send_weights(deadline_s=20)
+    server.engine.shutdown()
+    trainer.shutdown()
+
+
+def test_a_worker_of_a_pipeline_whose_draft_another_one_has_leaves_it_out(tmp_path: Path) -> None:
+    server = Speculating(tmp_path, has_draft=False, is_elsewhere=True)
+    trainer = introduced(server, both(2.0, 3.0))
+    trainer.send_weights(deadline_s=20)
+    assert torch.equal(server.engine.model.linear.bias, torch.full((2,), 2.0))
+    server.engine.shutdown()
+    trainer.shutdown()
