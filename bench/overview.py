@@ -3,8 +3,10 @@
     python -m bench.overview [--rows 100000,1000000] [--rounds 100]
 
 Rows of four fields in blocks of 10,000, a task that has 100 of them on a lease. Milliseconds from the call to the
-answer, one client, one service. Then, with all of these rows there: microseconds of `kv_put` and `kv_batch_get` of one
-row, in turn for blocks of 200 calls with a browser's connection to `tq page` open and without one.
+answer, one client, one service. Then, with all of these rows there and a browser's connection to `tq page` open: how
+long after a put returned its row is in the map that the page sends, and how much of a core the server uses while
+nothing changes, and while a row comes every half second. Then microseconds of `kv_put` and `kv_batch_get` of one row,
+in turn for blocks of 200 calls with such a connection and without one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import json
 import statistics
 import subprocess
 import sys
@@ -24,9 +27,12 @@ from urllib.parse import urlsplit
 import torch
 
 import transfer_queue as tq
+from bench.procfs import processor_s
+from transfer_queue.page.printable import ident
 
 BLOCK = 10_000
 CALLS = 200
+WATCHED_S = 20.0
 
 
 def timed(rounds: int, call: Callable[[], Any]) -> list[float]:
@@ -67,11 +73,13 @@ def page() -> Iterator[str]:
 
 
 class Viewer:
-    """Reads the page's events until it is closed."""
+    """Reads the page's events until it is closed; `rows` are those of the latest map of the partition."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, partition: str = "") -> None:
+        self.rows = 0
+        self.told = threading.Condition()
         self._connection = http.client.HTTPConnection(place)
-        self._connection.request("GET", "/events")
+        self._connection.request("GET", f"/events?partition={ident(partition)}")
         answer = self._connection.getresponse()
         answer.read(1)
         self._thread = threading.Thread(target=self._read, args=(answer,), daemon=True)
@@ -79,14 +87,47 @@ class Viewer:
 
     def _read(self, answer: http.client.HTTPResponse) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException, AttributeError, ValueError):
-            while answer.read1():
-                pass
+            while line := answer.readline():
+                if line.startswith(b"event: map"):
+                    found = json.loads(answer.readline().removeprefix(b"data: "))
+                    with self.told:
+                        self.rows = found["size"] if found else 0
+                        self.told.notify()
+
+    def await_rows(self, rows: int) -> None:
+        with self.told:
+            while self.rows < rows:
+                if not self.told.wait(30):
+                    raise TimeoutError(f"the map has {self.rows} of {rows} rows after 30 s")
 
     def close(self) -> None:
         if self._connection.sock is not None:
             self._connection.sock.shutdown(2)
         self._thread.join(5)
         self._connection.close()
+
+
+def behind(place: str, rows: int, rounds: int) -> None:
+    """Of a map of `rows` rows: how far it is behind, and what it costs the server."""
+    client, server = tq.get_client(), int(tq.get_client().stats()["pid"])
+    one = {name: torch.ones(1, 1) for name in ("tokens", "log_probs", "reward", "advantage")}
+    viewer, seconds = Viewer(place, "train"), list[float]()
+    viewer.await_rows(rows)
+    began, spent = time.perf_counter(), processor_s(server)
+    time.sleep(WATCHED_S)
+    still = (processor_s(server) - spent) / (time.perf_counter() - began)
+    began, spent = time.perf_counter(), processor_s(server)
+    for number in range(1, rounds + 1):
+        client.put(one, partition_id="train")
+        put = time.perf_counter()
+        viewer.await_rows(rows + number)
+        seconds.append(time.perf_counter() - put)
+        time.sleep(0.5 + number % 7 / 14)  # the page looks every half second: at another place between two looks
+    busy = (processor_s(server) - spent) / (time.perf_counter() - began)
+    viewer.close()
+    line(f"a put is in the map, {rows:,} rows", sorted(seconds), 1e3, "ms")
+    print(f"{'the slowest of them':44} {1e3 * max(seconds):15.2f} ms")
+    print(f"server, one viewer: {still:.2%} of a core while nothing changes, {busy:.2%} meanwhile", flush=True)
 
 
 def main() -> None:
@@ -106,6 +147,7 @@ def main() -> None:
         line(f"map in 1,024 runs, {rows:,} rows", timed(given.rounds, lambda: client.partition_map("train")), 1e3, "ms")
     open_s, shut_s = list[float](), list[float]()
     with page() as place:
+        behind(place, there, given.rounds)
         for number in range(10):
             viewer = Viewer(place)
             open_s += [one_row(CALLS * number + call) for call in range(CALLS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 def anonymous_nbytes(pids: Iterable[int | str]) -> int:
     """Sum of the private anonymous memory of these processes; processes that are gone count nothing."""
     return sum(memory(pid).get("Anonymous", 0) for pid in pids)
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that all threads of a process have had a processor, to within a hundredth of a second."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> list[int]:

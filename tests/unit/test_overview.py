@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import Box, indexes, packed, schema
 
+from transfer_queue.controller import overview as overview_module
 from transfer_queue.controller.arrivals import MAX_MARKS, Arrivals
 from transfer_queue.controller.departures import MAX_DEPARTURES
 from transfer_queue.controller.recent import MAX_EVENTS, MAX_ROWS, Happened, RecentEvents
@@ -187,6 +188,30 @@ def test_a_map_has_the_share_of_each_run(each: int) -> None:
         shares = [sum(one in having for one in run) / len(run) for run in runs]
         assert [value / 255 for value in line] == pytest.approx(shares, abs=2 / 255)
         assert [(value == 0, value == 255) for value in line] == [(share == 0.0, share == 1.0) for share in shares]
+
+
+def test_slices_of_a_map_have_the_rows_that_are_left_among_many_that_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview_module, "SLICE_CELLS", 4 * 1000)
+    box, chance = Box(), np.random.default_rng(0)
+    rows = np.array(indexes(box.put(3 * overview_module.BLOCK_SLOTS + 7, ["x"])))
+    box.put(rows[chance.random(len(rows)) < 0.5].tolist(), ["y"])
+    fetch(box, ["y"], 3000)
+    gone = chance.random(len(rows)) < 0.4
+    gone[: overview_module.BLOCK_SLOTS] = True
+    box.clear(rows[gone].tolist())
+    start, slices = 0, list[m.CellMap]()
+    while start or not slices:
+        slices.append(box.handle(m.MapCells(1, "p", start, 1)))
+        start = slices[-1].next
+    assert len(slices) > 3
+    table = box.controller.state.tables["p"]
+    left = np.flatnonzero(table.alive[: table.size])
+    found = np.concatenate([np.frombuffer(one.first_rows, np.int64) for one in slices])
+    assert np.array_equal(found, rows[~gone])
+    written = np.frombuffer(b"".join(one.written[1] for one in slices), np.uint8)
+    assert np.array_equal(written, 255 * (table.cells[1, left] > 0))
+    consumed = np.frombuffer(b"".join(one.consumed[0] for one in slices), np.uint8)
+    assert np.array_equal(consumed, 255 * table.tasks["t"].consumed[left])
 
 
 def test_a_map_of_a_large_partition_comes_in_slices_that_nobody_waits_long_for() -> None:

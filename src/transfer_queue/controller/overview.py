@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.groups import GroupPools
@@ -27,7 +28,8 @@ from transfer_queue.names import hint
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
-SLICE_CELLS = 1 << 21  # about 2 ms
+SLICE_CELLS = 1 << 22  # about 1 ms
+BLOCK_SLOTS = 4096
 MAX_LISTED = 1 << 14
 MAX_LACKS = 300  # characters
 MAX_STEPS = 64
@@ -104,8 +106,8 @@ class Overviews:
         )
 
     def _partition(self, table: Table) -> m.PartitionOverview:
-        live, fields = table.live(), list(table.fields.values())
-        written = [int(np.count_nonzero(table.cells[field.number, live])) for field in fields]
+        fields = list(table.fields.values())
+        written = [int(np.count_nonzero(table.cells[field.number, : table.size])) for field in fields]  # live rows only
         tasks = [self._task(table, name, task) for name, task in table.tasks.items()]
         schema = [field.schema for field in fields]
         return m.PartitionOverview(
@@ -156,19 +158,15 @@ class Overviews:
         table = self._state.tables.get(message.partition)
         if table is None:
             return m.CellMap(message.rid, False, 0, 0, [], [], [], [], [], b"")
-        slots = table.live_slots()
-        if table.unclaimed:
-            slots = np.setdiff1d(slots, table.unclaimed)
         fields, tasks = list(table.fields), list(table.tasks)
         runs = max(1, SLICE_CELLS // (each * (len(fields) + 2 * len(tasks) + 1)))
-        part = slots[start : start + runs * each]
-        stop, where = start + len(part), _where(part)
-        written = [_shares(table.cells[table.fields[name].number, where] != 0, each) for name in fields]
+        part = _Part(table, start, min(start + runs * each, table.num_rows), each)
+        written = [part.shares(table.cells[table.fields[name].number]) for name in fields]
         of_tasks = [table.tasks[name] for name in tasks]
         return m.CellMap(
-            message.rid, True, len(slots), stop if stop < len(slots) else 0, fields, written, tasks,
-            [_shares(task.consumed[where], each) for task in of_tasks],
-            [_shares(task.lease[where] > 0, each) for task in of_tasks], table.index[part[::each]].tobytes(),
+            message.rid, True, table.num_rows, part.stop if part.stop < table.num_rows else 0, fields, written, tasks,
+            [part.shares(task.consumed, task.num_consumed) for task in of_tasks],
+            [part.shares(task.lease, task.num_lent) for task in of_tasks], table.index[part.starts].tobytes(),
         )  # fmt: skip
 
     # one row
@@ -211,21 +209,48 @@ def _by_size(task: Task) -> list[ReadyView]:
     return sorted(task.views.values(), key=lambda view: -len(view.fields))
 
 
-def _where(slots: Slots) -> Slots | slice:
-    """A slice where the slots are one run: their cells are then read in place, in a tenth of the time."""
-    if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1:
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
+class _Part:
+    """The rows from number `start` to number `stop` of a table, cleared and unclaimed ones not counted, in runs of
+    `each`. `starts` has the slot in which each run begins."""
+
+    def __init__(self, table: Table, start: int, stop: int, each: int) -> None:
+        self.stop = stop
+        self._is_row: Flags | None = None
+        if table.num_rows == table.size:
+            self.starts, self._slots = np.arange(start, stop, each), slice(start, stop)
+        else:
+            is_row = table.alive[: table.size].copy()
+            is_row[table.unclaimed] = False
+            self.starts, end = _starts(is_row, start, stop, each)
+            self._slots = slice(int(self.starts[0]), end) if end else slice(0, 0)
+            self._is_row = is_row[self._slots]
+        self._places = self.starts - self._slots.start
+        self._lengths = np.minimum(each, stop - np.arange(start, stop, each))
+
+    def shares(self, values: NDArray[Any], most: int = 1) -> bytes:
+        """Of each run, how many rows have a value above zero: 0 to 255, 0 only for none, 255 for all. `most`: 0 where
+        no row of the table has one."""
+        if not most or not len(self.starts):
+            return bytes(len(self.starts))
+        flags = values[self._slots]
+        if flags.dtype != np.bool_:
+            flags = flags > 0
+        if self._is_row is not None:
+            flags = flags & self._is_row
+        sums = np.add.reduceat(flags.view(np.uint8), self._places, dtype=np.uint32).astype(np.int64)
+        return np.where(sums == self._lengths, 255, -(-sums * 254 // self._lengths)).astype(np.uint8).tobytes()
 
 
-def _shares(flags: Flags, each: int) -> bytes:
-    """Of runs of `each` flags, the last one maybe shorter, how many are set: 0 to 255, 0 only for none, 255 for all."""
-    if each == 1 or not len(flags):
-        return (flags.astype(np.uint8) * 255).tobytes()
-    starts = np.arange(0, len(flags), each)
-    sums = np.add.reduceat(flags, starts, dtype=np.int64)
-    lengths = np.minimum(each, len(flags) - starts)
-    return np.where(sums == lengths, 255, -(-sums * 254 // lengths)).astype(np.uint8).tobytes()
+def _starts(flags: Flags, start: int, stop: int, each: int) -> tuple[Slots, int]:
+    """(where every `each`-th of the flags that are set is, from number `start` to number `stop`; where the last one of
+    those ends). Of flags before them blocks are counted: to list all in every slice would be most of its work."""
+    if start >= stop:
+        return np.empty(0, np.int64), 0
+    ends = np.add.reduceat(flags.view(np.uint8), np.arange(0, len(flags), BLOCK_SLOTS), dtype=np.uint32).cumsum()
+    first, last = (int(one) for one in np.searchsorted(ends, [start, stop - 1], "right"))
+    before, offset = int(ends[first - 1]) if first else 0, first * BLOCK_SLOTS
+    found = np.flatnonzero(flags[offset : (last + 1) * BLOCK_SLOTS])[start - before : stop - before]
+    return found[::each] + offset, int(found[-1]) + offset + 1
 
 
 def _slot(table: Table, message: m.InspectRow) -> int:

@@ -7,15 +7,16 @@ from typing import NamedTuple
 from transfer_queue.wire.messages.overview import PartitionOverview
 
 MAX_RUNS = 512
-SHARE = 0.006  # of one core of the server, while the partition changes
-LATEST_S = 10.0  # rows may be cleared and others come while all counts stay
+SHARE = 0.01  # of one core of the server, while the partition changes
+LATEST_S = 10.0  # what a task has on lease may be other rows while all counts stay
+GROWTH = 1.25
 
 
 class MapSeen(NamedTuple):
-    """A map as JSON, how long it took, when it came, and what its partition looked like. `number`: of the look."""
+    """A map as JSON, what one costs, when it came, and what its partition looked like. `number`: of the look."""
 
     encoded: bytes
-    took_s: float
+    cost_s: float
     at: float
     state: object
     number: int
@@ -24,13 +25,18 @@ class MapSeen(NamedTuple):
 def state_of(partition: PartitionOverview) -> object:
     """Changes whenever its counts do."""
     tasks = [(one.name, one.consumed, one.leased) for one in partition.tasks]
-    return partition.rows, partition.written, tasks
+    return partition.rows, partition.cleared, partition.written, tasks
+
+
+def cost_of(took_s: float, before: MapSeen | None) -> float:
+    """What a map costs, by how long this one took: on a busy machine one takes many times that, and few take less. So
+    a call that was slow counts for a quarter more than the one before at most, and one that was quick at once."""
+    return took_s if before is None else min(took_s, GROWTH * before.cost_s)
 
 
 def is_due(seen: MapSeen | None, partition: PartitionOverview, now: float) -> bool:
-    """Whether to ask again. A call that was slow once, on a busy machine, says little of what the next one costs: so no
-    map is older than `LATEST_S`."""
+    """Whether to ask again."""
     if seen is None:
         return True
-    pause_s = min(seen.took_s / SHARE, LATEST_S)
+    pause_s = min(seen.cost_s / SHARE, LATEST_S)
     return now - seen.at >= (pause_s if seen.state != state_of(partition) else LATEST_S)

@@ -16,7 +16,7 @@ import msgspec
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
 from transfer_queue.page import shown
-from transfer_queue.page.maps import MAX_RUNS, MapSeen, is_due, state_of
+from transfer_queue.page.maps import MAX_RUNS, MapSeen, cost_of, is_due, state_of
 from transfer_queue.page.printable import ident, printable
 from transfer_queue.page.rates import RateWindow
 from transfer_queue.wire.messages.overview import PartitionOverview, ServiceOverview
@@ -181,8 +181,11 @@ class ServiceWatch:
             if made is None:
                 maps.pop(one, None)
             else:
-                encoded = msgspec.json.encode({"id": one, **shown.map_of(made)})
-                maps[one] = MapSeen(encoded, now - began, now, state_of(partition), self.latest.number + 1)
+                encoded, cost_s = (
+                    msgspec.json.encode({"id": one, **shown.map_of(made)}),
+                    cost_of(now - began, maps.get(one)),
+                )
+                maps[one] = MapSeen(encoded, cost_s, now, state_of(partition), self.latest.number + 1)
         self._maps = maps
 
     def _forget(self) -> None:
