@@ -34,7 +34,7 @@
      ├─ reported_fleets         which replicas the weights of trainers go to, as they say
      ├─ departures              who ended lately with something on lease
      ├─ locks                   names that are held
-     ├─ recent                  what happened to rows lately
+     ├─ recent                  what happened to rows lately, and when they came
      ├─ deadlines               when the first of many terms ends
      └─ cleared_partitions      what they leave, freed in slices
     queries, status             requests that change nothing

@@ -8,7 +8,6 @@ when they are the majority.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.content_index import ContentIndex
-from transfer_queue.controller.deadlines import NO_TIME
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
+from transfer_queue.controller.recent import Arrivals
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
@@ -28,7 +27,6 @@ from transfer_queue.wire.messages import UNIT_SHIFT, Changes, Tags
 MIN_CAPACITY = 64
 SHRINK_SLOTS = 4096
 MAX_GROUPS = 65_535
-MARK_EVERY_S, MAX_MARKS = 0.1, 8192
 
 Released = list[tuple[int, int]]
 MAX_INDEX = (1 << 63) - 1
@@ -54,29 +52,6 @@ class LocatedCells(NamedTuple):
     fields: list[str]
     blocks: NDArray[np.int64]
     rows: NDArray[np.int32]
-
-
-class Arrivals:
-    """When rows came to be, to within a tenth of a second: a mark now and then, not a time for each row. Rows have
-    ascending indexes, so a mark says when all from its index on came, up to the next mark."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._times: list[float] = []
-
-    def note(self, first: int, now: float) -> None:
-        """Rows from this index on come now; where it is not known when they came, nothing is noted."""
-        if now == NO_TIME or (self._times and now - self._times[-1] < MARK_EVERY_S):
-            return
-        self._rows.append(first)
-        self._times.append(now)
-        if len(self._rows) > MAX_MARKS:  # coarser from here on: every other mark goes
-            del self._rows[1::2], self._times[1::2]
-
-    def of(self, row: int) -> float | None:
-        """When the row came; None where that was before this process knew its table."""
-        place = bisect_right(self._rows, row) - 1
-        return self._times[place] if place >= 0 else None
 
 
 class Table:
