@@ -49,6 +49,17 @@ def test_a_producer_is_at_most_so_many_partitions_ahead(max_open: int) -> None:
     assert len(box.partitions()) == max_open + 1
 
 
+def test_rows_that_came_after_the_declared_ones_were_used_keep_no_partition_of_a_series() -> None:
+    box = Box()
+    opened(box, 0)
+    box.handle(m.SetPartition(1, "p0", 2, {}))
+    box.put(["a", "b"], partition="p0"), box.fetch(2, partition="p0")
+    box.put(["late"], partition="p0")
+    assert not opened(box, 1)
+    box.clear(["a", "b"], partition="p0"), box.clear(["late"], partition="p0")
+    assert told(box) == [1]
+
+
 def test_the_last_of_the_consumers_clears_a_partition() -> None:
     box = Box()
     opened(box, 0, consumers=["actor", "critic"])

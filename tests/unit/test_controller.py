@@ -263,6 +263,26 @@ def test_a_partition_that_is_to_get_more_rows_with_a_field_outlives_its_last_key
     assert box.partitions() == []
 
 
+@pytest.mark.parametrize("parts", [["abcdef"], ["ab", "cd", "ef"], ["abcde", "f"]])
+def test_a_partition_of_more_rows_than_declared_goes_with_its_last_key(box: Box, parts: list[str]) -> None:
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    box.put(list("abcdef"))
+    for part in parts:
+        assert box.partitions() == ["p"]
+        box.clear(list(part))
+    assert box.partitions() == []
+
+
+def test_a_partition_whose_keys_were_put_anew_goes_with_its_last_key(box: Box) -> None:
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    box.put(list("abcd"))
+    box.clear(list("abc"))
+    box.put(list("abc"))
+    box.clear(list("ab"))
+    box.clear(list("cd"))
+    assert box.partitions() == []
+
+
 def test_a_request_of_an_earlier_release_clears_a_partition_with_its_last_key(box: Box) -> None:
     box.handle(m.SetPartition(1, "p", 4, {}))
     box.put(["a"])

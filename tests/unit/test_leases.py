@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tables import Box, indexes, packed
+from tables import Box, indexes, packed, reloaded
 
 from transfer_queue.controller import leases
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
@@ -425,6 +425,27 @@ def test_rows_that_come_before_those_of_the_last_round_are_cleared_are_of_the_ne
     assert box.lend(2, until_done=True, batch_index=0, wait_s=60, ticket="waits") is None
     more += indexes(box.put(3))
     assert box.answers() == [("waits", more[:2])]
+
+
+def test_more_rows_than_declared_are_used_and_cleared_before_the_loop_ends() -> None:
+    box = Box()
+    declared(box, 4)
+    box.put(3)
+    assert box.lend(2, until_done=True, batch_index=0)[1] == [0, 1]
+    box.put(3)
+    assert use(box, [0, 1], 1) == [2, 3, 4, 5]
+    box.clear([2, 3])
+    assert use(box, [4, 5], 2) == m.DONE
+
+
+def test_rows_of_the_next_round_are_known_as_such_after_a_load() -> None:
+    box = Box()
+    declared(box, 2)
+    box.put(2), box.fetch(2), box.put(1)
+    fresh = reloaded(box)
+    fresh.clear([0, 1])
+    assert fresh.lend(1, until_done=True, batch_index=0, wait_s=60) == (1, [2])
+    assert use(fresh, [2], 1) is None, "the second row of the round is to come"
 
 
 def test_rows_that_reached_nobody_never_were_there() -> None:

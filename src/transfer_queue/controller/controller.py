@@ -427,6 +427,8 @@ class Controller:
         self._check_room(count)
         if table.is_used_up:
             self._fetching.begins(table)
+        elif table.name not in self.series.members:  # a partition of a series has one round
+            table.end_round()
         slots = table.add(self.state.next_index, count)
         table.arrivals.note(self.state.next_index, self._leases.now)
         self.state.next_index = max(self.state.next_index, int(table.index[table.size - 1]) + 1)

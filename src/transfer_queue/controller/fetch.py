@@ -106,7 +106,7 @@ class Fetching:
 
     def begins(self, table: Table) -> None:
         """All that a partition was to get was used and cleared, and it is about to get rows again."""
-        table.cleared = 0
+        table.begin_round()
         self.opened(table)
 
     def _wait(self, table: Table, request: Waiter[Fetch]) -> list[Any]:

@@ -256,9 +256,9 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
         refuse(f"row indexes of {saved.name!r} do not ascend")
     if not bool(((unclaimed >= 0) & (unclaimed < rows)).all()) or len(unclaimed) > rows:
         refuse(f"reserved rows of {saved.name!r}")
-    if saved.cleared < 0:
+    if saved.cleared < 0 or saved.over < 0:
         refuse(f"cleared rows of {saved.name!r}")
-    table.declared, table.cleared = saved.declared, saved.cleared
+    table.declared, table.cleared, table.over = saved.declared, saved.cleared, saved.over
     table.metadata, table.sizes = saved.metadata, saved.sizes
     table.unclaimed = unclaimed.tolist()
     if len(set(table.unclaimed)) != len(unclaimed):

@@ -51,8 +51,8 @@ class SavedTable(msgspec.Struct):
     `cells` maps every field, in the order they were first written, to its entry of `patterns`: uint16 group numbers
     over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position,
     `returned` an entry for each row that came back to a task. `lost`: int64 positions of rows that lost cells with a
-    storage unit. `cleared`: how many of the declared rows were there and are cleared. `kept`:
-    int64 positions of rows that the sampler keeps for later requests of a task, which once were `consumed`.
+    storage unit. `cleared`, `over`: as of a `Table`. `kept`: int64 positions of rows that the sampler keeps for later
+    requests of a task, which once were `consumed`.
     """
 
     name: str
@@ -72,6 +72,7 @@ class SavedTable(msgspec.Struct):
     sizes: dict[str, int] = {}
     cleared: int = 0
     kept: dict[str, memoryview] = {}
+    over: int = 0
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

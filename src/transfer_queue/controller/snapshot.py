@@ -116,6 +116,7 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
             for name, task in table.tasks.items()
             if RESERVED in task.lent
         },
+        table.over,
     )
 
 

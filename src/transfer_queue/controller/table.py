@@ -78,7 +78,8 @@ class Table:
         self.contents = ContentIndex()
         self.arrivals = Arrivals()
         self.num_alive = 0
-        self.cleared = 0  # rows that were there and are cleared, of the round of `declared` rows that is on
+        self.cleared = 0  # rows that were there and are cleared, since `begin_round`
+        self.over = 0  # how many of those that were there since then are of rounds that are over: the others come after
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
@@ -137,6 +138,19 @@ class Table:
     def is_spent(self) -> bool:
         """Whether no row is left, and none is to come that was declared."""
         return not self.num_rows and self.cleared >= max(self.declared or 0, *self.sizes.values(), 0)
+
+    def begin_round(self) -> None:
+        """It is about to get rows anew, as many as were declared."""
+        self.cleared = self.over = 0
+
+    def end_round(self) -> None:
+        """It is about to get more rows. Where those that were declared were there, and every task has used all, the new
+        ones are of the next round, though the others are not cleared yet. Else they are so many more of this one."""
+        there = self.num_rows + self.cleared
+        if not self.declared or there - self.over < self.declared or not self.tasks:
+            return
+        if all(task.num_consumed == self.num_rows for task in self.tasks.values()):
+            self.over = there
 
     def between(self, slots: Slots) -> tuple[int, int]:
         """The lowest and the highest index of these rows; of one row in a tenth of the time."""
@@ -204,8 +218,8 @@ class Table:
         self.num_alive -= len(slots)
         if count:
             self.cleared += num_rows - self.num_rows
-        if self.declared and self.num_rows and self.cleared >= self.declared:  # what is left is of the next round
-            self.cleared %= self.declared
+        if self.over and self.num_rows and self.cleared >= self.over:  # what is left is of the next round
+            self.cleared, self.over = self.cleared - self.over, 0
         return released
 
     def take_all(self) -> dict[str, Any]:
