@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import error_from_code
 from transfer_queue.sampler import BaseSampler, SequentialSampler
@@ -56,9 +57,10 @@ class Box:
     """One controller; every put is a block of its own."""
 
     def __init__(self, sampler: BaseSampler | None = None, reserved_rows: int = 0, max_rows: int | None = None,
-                 policy: Policy | None = None, max_deliver: int | None = None) -> None:  # fmt: skip
+                 policy: Policy | None = None, max_deliver: int | None = None,
+                 ledger: Ledger | None = None) -> None:  # fmt: skip
         self.controller = Controller(sampler or SequentialSampler(), max_rows, reserved_rows, policy,
-                                     max_deliver=max_deliver)  # fmt: skip
+                                     max_deliver=max_deliver, ledger=ledger)  # fmt: skip
         self.numbers = itertools.count(1)
         self.now = 0.0
         self.last_block = 0

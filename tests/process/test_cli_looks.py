@@ -20,6 +20,7 @@ from zygote import CHILDREN
 
 import transfer_queue
 from transfer_queue.cli import COMMANDS
+from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.weights.fleet import ReplicaStatus
 
 HOSTILE = "\x1b[31mevil\x1b]0;title\x07\u202e\x9b2J\n[bold]"
@@ -144,6 +145,16 @@ def test_a_task_is_shown_with_what_it_has() -> None:
     assert (actor["task"], actor["leased"], actor["consumed"]) == ("actor", 3, 2)
     assert actor["views"][0]["ready"] == 7
     assert (bad["task"], bad["dead"]) == ("bad", 1)
+
+
+def test_rows_that_became_too_old_are_shown_with_their_partition(filled: transfer_queue.TransferQueueClient) -> None:
+    transfer_queue.kv_put("old", "aged", {"x": torch.zeros(1)}, tag={"weight_version": 1})
+    with pytest.raises(DeadlineExceeded):
+        filled.get_meta(["x"], 1, "aged", task_name="actor", sampling_config={"max_staleness": 0}, timeout_s=0)
+    partitions = shown("status")["partition"]
+    assert [partitions[name]["stale"].get("actor") for name in ("aged", "train")] == [1, 0]
+    assert "actor 1" in told("status")
+    filled.clear_partition("aged")
 
 
 def test_a_lease_is_shown_with_the_process_that_holds_it(filled: transfer_queue.TransferQueueClient) -> None:

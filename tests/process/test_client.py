@@ -322,6 +322,19 @@ def test_as_many_keys_are_locked_together_as_are_put(shared: tq.TransferQueueCli
     assert not tq.kv_lock_list(part)["holders"]
 
 
+def test_cleared_rows_count_as_rows_that_were_there(shared: tq.TransferQueueClient, part: str) -> None:
+    shared.set_partition(part, size=4)
+    shared.put(batch(3, x=torch.arange(3)), partition_id=part)
+    shared.clear_samples(shared.get_meta(["x"], 2, part, task_name="t"))
+    assert not shared.check_consumption_status("t", part)
+    shared.put(batch(1, x=torch.arange(1)), partition_id=part)
+    assert not shared.check_consumption_status("t", part)
+    assert shared.check_production_status(["x"], part)
+    shared.clear_samples(shared.get_meta(["x"], 1, part, task_name="t"))
+    shared.get_meta(["x"], 1, part, task_name="t")
+    assert shared.check_consumption_status("t", part)
+
+
 def test_reset_consumption_offers_rows_again(shared: tq.TransferQueueClient, part: str) -> None:
     shared.put(batch(2, x=torch.zeros(2)), partition_id=part)
     for task in ("t", "u"):

@@ -139,6 +139,7 @@ def test_a_policy_of_the_service(service: Callable[..., tq.TransferQueueClient])
     assert len(client.get_meta(["x"], 2, "p", task_name="eval", sampling_config={"max_staleness": None})) == 2
     scrape = Scrape(tq.get_metrics_endpoint() or "")
     assert scrape.value("tq_stale_rows_total", task_name="t") == 2
+    assert scrape.value("tq_partition_stale_rows", partition_id="p", task_name="t") == 2
     assert scrape.value("tq_weight_announcements_total") == 2
 
 

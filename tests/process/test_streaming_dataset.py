@@ -319,6 +319,31 @@ def test_own_functions_get_the_documented_arguments(client: Client) -> None:
     assert used(client) == 4
 
 
+@pytest.mark.parametrize("declared", [8, None])
+def test_a_stream_over_an_own_function_ends_though_its_rows_were_cleared(client: Client, declared: int | None) -> None:
+    client.set_partition("p", size=declared)
+    put(client, 8)
+    found = []
+    for data, meta in dataset(fetch_batch_fn=lambda **asked: default_fetch_batch_fn(**asked), batch=4, micro=4):
+        found.append(data["x"].tolist())
+        client.clear_samples(meta)
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_stream_over_an_own_function_waits_for_the_next_round_where_all_was_cleared(client: Client) -> None:
+    client.set_partition("p", size=4)
+    client.clear_samples(put(client, 4))
+    calls = []
+
+    def fetch(**kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            put(client, 4, start=4)
+        return default_fetch_batch_fn(**kwargs) if len(calls) > 1 else (None, BatchMeta.empty())
+
+    assert numbers(dataset(fetch_batch_fn=fetch, batch=4, micro=4)) == [[4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize("process", [lambda td, meta, micro_batch_size: [], lambda td, meta, micro_batch_size: [1, 2]])
 def test_whatever_a_batch_becomes_it_is_acknowledged_as_a_whole(client: Client, process: Any) -> None:
     put(client, 8)

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from tables import Box, indexes, reloaded
 
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Slots, Task
+from transfer_queue.controller.recovery import Recovery
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion, WrongEpoch
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler
@@ -298,6 +301,92 @@ def test_rows_given_back_or_too_old_let_others_in(box: Box) -> None:
     assert box.admit(4, max_age=0, wait_s=9, ticket="c") is False
     box.announce(1)  # one version more, and four rows that nobody will use
     assert box.answers() == [("b", 4), ("c", 4)]
+
+
+def admitted(box: Box) -> int:
+    return box.controller.staleness.admissions.tasks["t"].rows
+
+
+def too_old(box: Box, partition: str = "p") -> int:
+    return box.controller.tables[partition].tasks["t"].num_stale
+
+
+def with_four_too_old(**more: Any) -> Box:
+    """Six rows were admitted, four of which were found too old."""
+    box = Box(**more)
+    box.announce(1)
+    assert box.admit(6)
+    box.made_by(1, 4)
+    box.announce(2)
+    assert box.fetch(1, empty=True, **lag(0)) == []
+    assert admitted(box) == 2
+    return box
+
+
+def test_a_row_gives_its_admission_back_once_however_often_consumption_is_reset() -> None:
+    box = with_four_too_old()
+    for _ in range(3):
+        box.reset()
+        assert (admitted(box), too_old(box)) == (2, 4)
+    box.announce(3)
+    assert admitted(box) == 2
+
+
+def test_a_row_that_was_used_gives_nothing_back_when_a_reset_finds_it_too_old(box: Box) -> None:
+    box.announce(1)
+    assert box.admit(6)
+    box.made_by(1, 4)
+    assert len(box.fetch(4, **lag(0))) == 4
+    box.announce(2)
+    box.reset()
+    assert (admitted(box), too_old(box)) == (6, 4)
+
+
+def test_a_dead_letter_gives_its_admission_back_once() -> None:
+    box = Box(max_deliver=1)
+    box.announce(1)
+    assert box.admit(2)
+    box.put(1)
+    for again in (False, True, True):
+        if again:
+            box.requeue()
+        box.nack(box.lend(1)[0])
+        assert admitted(box) == 1
+
+
+def test_what_gave_its_admission_back_is_known_after_a_load() -> None:
+    again = reloaded(with_four_too_old())
+    assert too_old(again) == 4
+    again.reset()
+    assert again.fetch(1, empty=True, **lag(0)) == []
+    assert (admitted(again), too_old(again)) == (2, 4)
+
+
+def test_what_gave_its_admission_back_is_known_after_a_restart_with_a_journal() -> None:
+    ledger = Ledger()
+    box = Box()
+    began = exported(box.controller.state)
+    box = with_four_too_old(ledger=ledger)
+    again = Box()
+    recovery = Recovery(again.controller, *began, reserved_rows=0)
+    for fact in ledger.take():
+        recovery.apply(fact)
+    recovery.finish()
+    again.reset()
+    assert again.fetch(1, empty=True, **lag(0)) == []
+    assert (admitted(again), too_old(again)) == (2, 4)
+
+
+def test_rows_that_became_too_old_are_counted_by_partition(box: Box) -> None:
+    box.announce(1)
+    box.made_by(1, 2), box.made_by(1, 3, partition="q")
+    box.announce(2)
+    for partition in ("p", "q"):
+        box.fetch(1, empty=True, partition=partition, **lag(0))
+    seen = box.handle(m.DescribeService(1, 0))
+    assert [(one.name, one.tasks[0].stale) for one in seen.partitions] == [("p", 2), ("q", 3)]
+    box.clear(partition="q")
+    assert box.controller.statistics()["stale_rows"] == 5
 
 
 def test_deadlines_and_producers_that_leave(box: Box) -> None:

@@ -32,20 +32,28 @@ def status(address: Address = None, as_json: AsJson = False) -> None:
     """Counts and sizes of a running service, and its partitions."""
     seen = overview_of(address)
     partitions = {
-        one.name: {"size": one.declared, "metadata": one.metadata, "rows": one.rows} for one in seen.partitions
-    }
+        one.name: {
+            "size": one.declared, "metadata": one.metadata, "rows": one.rows,
+            "stale": {task.name: task.stale for task in one.tasks},
+        }
+        for one in seen.partitions
+    }  # fmt: skip
     if as_json:
         print_json({**seen.server, "partition": partitions})
         return
     counts = {name: value for name, value in seen.server.items() if name not in ("groups", "series")}
     print_table(("what", "value"), [(name, _count(value)) for name, value in counts.items()])
-    lines = [(name, one["rows"], one["size"], one["metadata"]) for name, one in partitions.items()]
-    print_table(("partition", "rows", "declared", "metadata"), lines)
+    lines = [(one.name, one.rows, one.declared, _stale(one), one.metadata) for one in seen.partitions]
+    print_table(("partition", "rows", "declared", "too old", "metadata"), lines)
     for title, counted in (("groups of", seen.server["groups"]), ("series", seen.server["series"])):
         if counted:
             print_table(
                 (title, *next(iter(counted.values()))), [(name, *one.values()) for name, one in counted.items()]
             )
+
+
+def _stale(partition: m.PartitionOverview) -> str:
+    return ", ".join(f"{task.name} {task.stale:,}" for task in partition.tasks if task.stale)
 
 
 def _count(value: Any) -> Any:

@@ -288,11 +288,12 @@ class Operations:
         return ops.status((yield Call(request))[0], len(set(data_fields)))
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> Operation[bool]:
-        """Whether `task_name` took every row, and as many as the partition declares."""
+        """Whether `task_name` took every row, and as many as the partition declares were there: cleared ones count."""
         return ops.is_done((yield Call(m.Consumption(self.session.next_rid(), partition_id, task_name)))[0])
 
     def check_production_status(self, data_fields: list[str], partition_id: str) -> Operation[bool]:
-        """Whether every row has all `data_fields`, and there are as many as the partition declares."""
+        """Whether every row has all `data_fields`, and as many as the partition declares were there: cleared ones
+        count."""
         return ops.is_done(
             (yield Call(m.Production(self.session.next_rid(), partition_id, ops.field_list(data_fields))))[0]
         )

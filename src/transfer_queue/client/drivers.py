@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from transfer_queue.client.effects import Call, Effect, HoldSession, Notify, Offload, Operation, Together, Trying
@@ -182,12 +182,12 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Offload:
         if effect.nbytes < OFFLOAD_NBYTES:
             return effect.work()
-        return await _finish(
+        return await finished(
             asyncio.wrap_future(session.mover.start(session.uses.counted(in_these_streams(effect.work))))
         )
     if type(effect) is Together:
         given += effect.calls
-        return await asyncio.gather(*(session.call_async(call) for call in effect.calls))
+        return await _together(session, effect.calls)
     if type(effect) is HoldSession:
         return await session.hold_async()
     if type(effect) is Trying:
@@ -212,18 +212,40 @@ def _cancel_on_loop(session: Session, given: Given) -> None:
         session.notify_on_loop(m.Cancel(call.request.rid), call.to)
 
 
-async def _finish(work: asyncio.Future[T]) -> T:
+async def _together(session: Session, calls: Sequence[Call]) -> list[tuple[Any, memoryview]]:
+    """Their answers. Where one fails, or this is cancelled, the others are broken off; it ends when all have ended."""
+    if not calls:
+        return []
+    tasks = [asyncio.ensure_future(session.call_async(call)) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [one for one in tasks if one.done() and not one.cancelled() and one.exception() is not None]
+    finally:
+        for one in tasks:
+            one.cancel()
+        await all_ended(tasks)
+    return [one.result() for one in failed[:1] or tasks]
+
+
+async def finished(work: asyncio.Future[T]) -> T:
     """The result of work in a thread. However often it is cancelled, it waits for the thread, and is cancelled then:
     the thread may be writing into a block, which nobody else may have meanwhile."""
+    await all_ended([work])
+    return work.result()
+
+
+async def all_ended(work: Collection[asyncio.Future[Any]]) -> None:
+    """Wait for the end of all, whatever it is. However often this is cancelled, it waits on, and is cancelled then."""
     interrupt: BaseException | None = None
-    while not work.done():
+    while not all(one.done() for one in work):
         try:
-            await asyncio.wait([work])
+            await asyncio.wait(work)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
             interrupt = error
+    for one in work:
+        _ = one.cancelled() or one.exception()  # counts as seen: maybe nobody will ask for it
     if interrupt is None:
-        return work.result()
-    work.exception()  # counts as seen: nobody will ask for it
+        return
     try:
         raise interrupt
     finally:

@@ -30,13 +30,15 @@ class Applied(Fact, tag=0):
 
 class RowsTaken(Fact, tag=1):
     """What `rows` (int64 indexes) are to a task: one byte each, `USED`, `KEPT` by its sampler, or 0; and (position in
-    `rows`, attempts, reason, dead) of those that came back to it, the others did not."""
+    `rows`, attempts, reason, dead) of those that came back to it, the others did not. `fates`: one byte each, as
+    `readiness.Task.fates`; empty where none has any."""
 
     partition: str
     task: str
     rows: bytes
     used: bytes
     returned: list[tuple[int, int, str, bool]]
+    fates: bytes = b""
 
 
 class Granted(Fact, tag=2):

@@ -122,6 +122,7 @@ class Fetching:
     def closed(self, table: Table) -> None:
         """A partition is gone: its waiters wait for the next one of that name, unless that is the end for them."""
         self.orphan(table)
+        self.staleness.closed(table)
         ended = [one for one in self._orphans.get(table.name, ()) if one.message.until_cleared]
         for request in ended:
             self.parked.remove(request)

@@ -129,4 +129,8 @@ def _taken(table: Consumed, name: str, slots: Slots) -> f.RowsTaken:
         for place, slot in enumerate(slots.tolist() if task.returned else ())
         if (one := task.returned.get(slot)) is not None
     ]
-    return f.RowsTaken(table.name, name, table.index[slots].tobytes(), used.astype(np.uint8).tobytes(), returned)
+    fates = task.fates[slots]
+    return f.RowsTaken(
+        table.name, name, table.index[slots].tobytes(), used.astype(np.uint8).tobytes(), returned,
+        fates.tobytes() if fates.any() else b"",
+    )  # fmt: skip

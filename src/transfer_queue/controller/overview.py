@@ -120,7 +120,7 @@ class Overviews:
         views = [m.ViewOverview(list(view.fields), view.count, self._oldest(table, view)) for view in _by_size(task)]
         return m.TaskOverview(
             name, task.num_lent - kept, kept, task.num_consumed, len(task.returned) - dead, dead,
-            None if limit is None else limit.max_age, self._state.staleness.num_stale.get(name, 0), views,
+            None if limit is None else limit.max_age, task.num_stale, views,
         )  # fmt: skip
 
     def _oldest(self, table: Table, view: ReadyView) -> float | None:

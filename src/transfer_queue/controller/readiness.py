@@ -23,6 +23,8 @@ KEPT = frozenset((RESERVED, DEALT, REPLAYED))
 DELAYED = -3  # likewise: refused, and not offered for a while
 NO_LEASES = KEPT | {DELAYED}
 MAX_VIEWS = 256
+# What became of a row for a task, which no reset forgets: it was found too old; its admission was used, or given back.
+TOO_OLD, SPENT = 1, 2
 
 
 class ReadyView:
@@ -109,6 +111,8 @@ class Task:
         self.watch = watch
         self.consumed: Flags = np.zeros(capacity, np.bool_)
         self.num_consumed = 0  # of live rows
+        self.fates: NDArray[np.uint8] = np.zeros(capacity, np.uint8)  # `TOO_OLD`, `SPENT`
+        self.num_stale = 0  # rows that were found too old, each once, cleared ones too
         self.lease: Slots = np.zeros(capacity, np.int64)  # number of the lease that holds the row, 0 for none
         self.lent: dict[int, int] = {}  # live rows of each lease that has some
         self.num_lent = 0
@@ -184,6 +188,20 @@ class Task:
         for view in self.views.values():
             view.remove(slots)
 
+    def spend(self, slots: Slots) -> int:
+        """Nobody will use these rows: how many of them have an admission to give back, which they give back now."""
+        new = slots[self.fates[slots] & SPENT == 0]
+        self.note_fate(new, SPENT)
+        return len(new)
+
+    def note_fate(self, slots: Slots, what: int) -> None:
+        """This became of these rows, for good."""
+        new = slots[self.fates[slots] & what != what]
+        self.touch(new)
+        if what & TOO_OLD:
+            self.num_stale += int(np.count_nonzero(self.fates[new] & TOO_OLD == 0))
+        self.fates[new] |= what
+
     def give_back(self, slots: Slots) -> Slots:
         """Those of live `slots` that are consumed, which they are no longer."""
         held = slots[self.consumed[slots]]
@@ -233,7 +251,9 @@ class Task:
         self.num_lent -= len(held)
 
     def reset(self, table: Written) -> None:
-        """Forget what was consumed or lent; every ready row is offered again."""
+        """Forget what was consumed or lent; every ready row is offered again. What was consumed has no admission left
+        to give back."""
+        self.fates[self.consumed] |= SPENT
         self.consumed[:] = False
         self.lease[:] = 0
         self.lent.clear()
@@ -257,6 +277,7 @@ class Task:
             self.watch.moved(order)
         self.consumed = resized(self.consumed, order, capacity)
         self.lease = resized(self.lease, order, capacity)
+        self.fates = resized(self.fates, order, capacity)
         if order is not None and self.returned:
             known = self.returned
             self.returned = {place: known[slot] for place, slot in enumerate(order.tolist()) if slot in known}

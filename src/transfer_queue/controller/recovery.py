@@ -10,7 +10,7 @@ import numpy as np
 from transfer_queue.controller import facts as f
 from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.controller import Controller
-from transfer_queue.controller.readiness import RESERVED, Returned
+from transfer_queue.controller.readiness import RESERVED, SPENT, TOO_OLD, Returned
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.taken import TakenDeal, TakenRows
 from transfer_queue.errors import CheckpointCorrupt, InternalError, JournalCorrupt, TransferQueueError
@@ -90,6 +90,10 @@ class Recovery:
         task.take_back(slots[used == 0], RESERVED, used=False)
         task.reserve(task.offered(slots[used == f.KEPT]))
         task.forgive(slots)
+        if fact.fates:
+            fates = np.frombuffer(fact.fates, np.uint8)
+            for what in (TOO_OLD, SPENT):
+                task.note_fate(slots[fates & what != 0], what)
         for place, attempts, reason, dead in fact.returned:
             task.returned[int(slots[place])] = Returned(attempts, reason, 0.0, dead)
 

@@ -49,7 +49,8 @@ def _waits(delay: Delay) -> bool:
 
 class Redelivery:
     """`offered(table, task name, slots)` is called for rows that came back, after those that nobody is to get now were
-    marked; `given_up(task name, count)` for dead letters. `max_deliver` is for tasks that ask for nothing else."""
+    marked; `given_up(task name, count)` for dead letters that have an admission to give back. `max_deliver` is for
+    tasks that ask for nothing else."""
 
     def __init__(
         self,
@@ -83,8 +84,7 @@ class Redelivery:
             task.returned[slot] = Returned(attempts, attempt.reason, due, bool(dead[place]))
         task.touch(slots)
         task.consume(slots[dead])
-        if dead.any():
-            self._given_up(name, int(np.count_nonzero(dead)))
+        self._given_up(name, task.spend(slots[dead]))
         late = slots[~dead]
         if attempt.delay_s > 0 and len(late):
             task.reserve(late, DELAYED)

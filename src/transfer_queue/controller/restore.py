@@ -275,6 +275,11 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
         refuse(f"lost rows of {saved.name!r}")
     table.lost.update(index[lost].tolist())
     yield
+    yield from _add_tasks(table, saved)
+
+
+def _add_tasks(table: Table, saved: SavedTable) -> Steps[None]:
+    rows = table.size
     for name, flags in saved.consumed.items():
         if len(flags) != rows:
             refuse(f"consumption of {saved.name!r} by {name!r}")
@@ -286,6 +291,15 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
             refuse(f"rows of {saved.name!r} that are kept for {name!r}")
         task.reserve(np.unique(kept))
         yield
+    for name, fates in saved.fates.items():
+        if len(fates) != rows:
+            refuse(f"what became of rows of {saved.name!r} for {name!r}")
+        table.task(name).fates[:rows] = np.frombuffer(fates, np.uint8)
+        yield
+    for name, number in saved.stale.items():
+        if number < 0:
+            refuse(f"rows of {saved.name!r} that were too old for {name!r}")
+        table.task(name).num_stale = number
     for name, returned in saved.returned.items():
         for at in range(0, len(returned), PIECE):
             _add_returned(table, name, returned[at : at + PIECE])

@@ -52,7 +52,8 @@ class SavedTable(msgspec.Struct):
     over the positions, 0 where the cell is absent; group n is `groups[n - 1]`. `consumed` has one byte per position,
     `returned` an entry for each row that came back to a task. `lost`: int64 positions of rows that lost cells with a
     storage unit. `cleared`, `over`: as of a `Table`. `kept`: int64 positions of rows that the sampler keeps for later
-    requests of a task, which once were `consumed`.
+    requests of a task, which once were `consumed`. `fates`: one byte per position (`readiness.Task.fates`), for tasks
+    with some; `stale`: their `num_stale`.
     """
 
     name: str
@@ -72,6 +73,8 @@ class SavedTable(msgspec.Struct):
     sizes: dict[str, int] = {}
     cleared: int = 0
     kept: dict[str, memoryview] = {}
+    fates: dict[str, memoryview] = {}
+    stale: dict[str, int] = {}
     over: int = 0
 
     def key_chunks(self) -> Iterator[list[str | None]]:

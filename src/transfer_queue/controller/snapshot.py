@@ -116,6 +116,8 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
             for name, task in table.tasks.items()
             if RESERVED in task.lent
         },
+        {name: memoryview(task.fates[live].tobytes()) for name, task in table.tasks.items() if task.fates[live].any()},
+        {name: task.num_stale for name, task in table.tasks.items() if task.num_stale},
         table.over,
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from transfer_queue.controller.admission import Admissions
 from transfer_queue.controller.ledger import Ledger
-from transfer_queue.controller.readiness import Slots, Task
+from transfer_queue.controller.readiness import TOO_OLD, Slots, Task
 from transfer_queue.controller.row_versions import Key
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.unreceived import Unreceived
@@ -46,7 +46,7 @@ class Limit(NamedTuple):
 
 
 class Staleness:
-    """`rows_consumed(table, task)` is called when rows count as used. `num_stale` counts them, by task."""
+    """`rows_consumed(table, task)` is called when rows count as used."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Staleness:
     ) -> None:
         self.policy = Policy()
         self.admissions = Admissions(outbox, unreceived, ledger)
-        self.num_stale: dict[str, int] = {}
+        self._num_stale: dict[str, int] = {}  # by task, of partitions that are gone
         self._tables = tables
         self._rows_consumed = rows_consumed
 
@@ -83,6 +83,18 @@ class Staleness:
         if self.admissions.versions.announce(message.epoch, message.version):
             self._announced()
         return m.Counted(message.rid, self.admissions.versions.count)
+
+    @property
+    def num_stale(self) -> dict[str, int]:
+        """How many rows became too old, by task; of partitions that are gone, too."""
+        found = dict(self._num_stale)
+        for table in self._tables.values():
+            _count_stale(found, table)
+        return found
+
+    def closed(self, table: Table) -> None:
+        """A partition is gone."""
+        _count_stale(self._num_stale, table)
 
     def statistics(self) -> dict[str, Any]:
         """What was announced, and how many rows are too old."""
@@ -218,9 +230,15 @@ class Staleness:
         if not len(gone):
             return
         task.consume(gone)
-        self.num_stale[name] = self.num_stale.get(name, 0) + len(gone)
-        self.admissions.give_back(name, len(gone))
+        task.note_fate(gone, TOO_OLD)
+        self.admissions.give_back(name, task.spend(gone))
         self._rows_consumed(table, task)
+
+
+def _count_stale(found: dict[str, int], table: Table) -> None:
+    for name, task in table.tasks.items():
+        if task.num_stale:
+            found[name] = found.get(name, 0) + task.num_stale
 
 
 def _known(table: Table, rows: Slots) -> Slots:

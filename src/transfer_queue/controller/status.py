@@ -23,4 +23,4 @@ def status(rid: int, table: Table, live: Slots | slice, flags: np.ndarray[Any, A
     starts = np.concatenate([[0], np.flatnonzero(np.diff(index) != 1) + 1]) if num else np.empty(0, np.int64)
     runs = np.stack([index[starts], np.diff(starts, append=num)], axis=1)
     values = np.ascontiguousarray(flags).view(np.int8).tobytes()
-    return RowStatus(rid, True, num, rows_bytes(runs), values, table.declared)
+    return RowStatus(rid, True, num, rows_bytes(runs), values, table.declared, table.cleared)

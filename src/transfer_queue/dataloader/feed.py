@@ -283,13 +283,13 @@ class Calling:
     """
 
     def __init__(
-        self, fetch: Callable[[Key], tuple[TensorDict | None, BatchMeta]], done: Callable[[str], bool]
+        self, fetch: Callable[[Key], tuple[TensorDict | None, BatchMeta]], done: Callable[[Key], bool]
     ) -> None:
         self._fetch = fetch
         self._done = done
 
     def get(self, key: Key) -> Batch | End:
-        while not self._done(key.partition):
+        while not self._done(key):
             data, meta = self._fetch(key)
             if data is not None:
                 return data, meta

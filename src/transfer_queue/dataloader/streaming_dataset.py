@@ -12,6 +12,8 @@ from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.effects import Call
+from transfer_queue.client.operations.rows import is_over
 from transfer_queue.dataloader.acks import Receipt, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
@@ -22,6 +24,7 @@ from transfer_queue.dataloader.work import Work
 from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire import messages as m
 
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
 
@@ -231,8 +234,12 @@ class StreamingDataset(IterableDataset[Any]):
                 batch_index=key.batch_index,
             )
 
-        def done(partition: str) -> bool:
-            return self.should_check_consumption_status and client.check_consumption_status(self.task_name, partition)
+        def done(key: Key) -> bool:
+            if not self.should_check_consumption_status:
+                return False
+            session = client.session
+            request = m.Consumption(session.next_rid(), key.partition, self.task_name)
+            return is_over(session.call(Call(request))[0], has_begun=key.batch_index > 0)
 
         return Calling(fetch, done)
 

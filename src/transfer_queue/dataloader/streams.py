@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from tensordict import TensorDict
 
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
-from transfer_queue.client.drivers import run_async
+from transfer_queue.client.drivers import all_ended, finished, run_async
 from transfer_queue.client.effects import Call
 from transfer_queue.client.recording import noting
 from transfer_queue.codec.columns import rows_of
@@ -245,8 +245,10 @@ class AsyncStream(_Streaming):
         finally:
             for helper in helpers:
                 helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
-            await asyncio.to_thread(holder.close)
+            try:
+                await all_ended(helpers)
+            finally:
+                await _in_thread(holder.close)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
         data, meta = batch
@@ -265,11 +267,13 @@ def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwne
 async def _renew(holder: LeaseOwner, lease_s: float) -> None:
     while True:
         await asyncio.sleep(renewal_s(lease_s))
-        work = asyncio.ensure_future(asyncio.to_thread(holder.keep, lease_s))
-        try:
-            await asyncio.wait([work])
-        finally:  # the thread is done with the connection before that is closed
-            await asyncio.wait([work])
+        await _in_thread(holder.keep, lease_s)
+
+
+async def _in_thread(work: Callable[..., object], *args: Any) -> None:
+    """Ends when the thread is done with the connection, however often it is cancelled. The end of a loop cancels all
+    tasks, and this is none."""
+    await finished(asyncio.get_running_loop().run_in_executor(None, work, *args))
 
 
 async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | End:

@@ -3,7 +3,8 @@ OpenTelemetry. Nothing here knows a session, a row's data or a model: `client` a
 
 switch      what this process records now: `start`, `stop`, TQ_TRACE, TQ_OTEL, forks
 activity    a stretch of work that is no operation of a client, such as an update of weights
-recorder    the file of one process, written in a thread of its own
+recorder    spans of one process, made into lines in a thread of its own
+file        its files, written in another
 telemetry   spans of OpenTelemetry, through its API alone
 lines       the lines of such a file
 rows        which rows a span was about, in few bytes

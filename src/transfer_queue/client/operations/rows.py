@@ -390,8 +390,18 @@ def status(reply: m.RowStatus, num_fields: int | None = None) -> tuple[torch.Ten
 
 
 def is_done(reply: m.RowStatus) -> bool:
-    """Whether every row has the status, and there are as many as were declared."""
-    return reply.known and 0 < reply.num_rows >= (reply.declared or 0) and b"\x00" not in reply.status
+    """Whether every row has the status, and as many as were declared were there; without a declared size, any is."""
+    there = reply.num_rows + reply.cleared
+    is_whole = reply.num_rows > 0 if reply.declared is None else there >= reply.declared
+    return reply.known and is_whole and b"\x00" not in reply.status
+
+
+def is_over(reply: m.RowStatus, has_begun: bool) -> bool:
+    """As `is_done`, for a loop: where all rows are cleared, one that had some has come to its end, and one that begins
+    waits for the next round."""
+    if not reply.num_rows and reply.cleared and (reply.declared is None or not has_begun):
+        return has_begun
+    return is_done(reply)
 
 
 def checked_keys(keys: Any) -> list[str]:

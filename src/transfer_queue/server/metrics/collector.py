@@ -82,6 +82,7 @@ class ServerCollector(Collector):
         for task, number in controller.staleness.num_stale.items():
             stale.add_metric([task], number)
         yield stale
+        yield self._stale_by_partition(controller)
         dead = controller.state.fetching.redelivery.num_dead
         yield _gauge("tq_dead_letters", "Rows that a task tried as often as it may.", dead)
         rows, capacity = controller.num_rows, controller.max_rows
@@ -89,6 +90,16 @@ class ServerCollector(Collector):
             yield self._of_unit("tq_storage_capacity_total", "Rows the store takes.", capacity)
             yield self._of_unit("tq_storage_utilization_ratio", "Rows stored per row of capacity.", rows / capacity)
         yield self._of_unit("tq_storage_active_keys_total", "Rows in the store.", rows)
+
+    def _stale_by_partition(self, controller: Controller) -> Metric:
+        stale = GaugeMetricFamily(
+            "tq_partition_stale_rows", "Rows of a partition that became too old for a task, cleared ones too.",
+            labels=["partition_id", "task_name"],
+        )  # fmt: skip
+        for table in controller.tables.values():
+            for name, task in table.tasks.items():
+                stale.add_metric([table.name, name], task.num_stale)
+        return stale
 
     def _groups(self, controller: Controller) -> Iterator[Metric]:
         groups = GaugeMetricFamily("tq_groups", "Groups of siblings.", labels=["partition_id", "state"])

@@ -26,7 +26,8 @@ class ViewOverview(msgspec.Struct, array_like=True):
 class TaskOverview(msgspec.Struct, array_like=True):
     """Rows of one consumer group. `kept`: for one of its ranks, for a loop that went back to an earlier step, or
     until the delay of a `nack` is over; `returned`: came back from a lease without an acknowledgement and are neither
-    used nor dead yet; `dead`: dead letters. `max_age`: in versions, None: any."""
+    used nor dead yet; `dead`: dead letters. `max_age`: in versions, None: any. `stale`: rows of this partition that
+    became too old for it, each once, cleared ones too."""
 
     name: str
     leased: int

@@ -79,7 +79,8 @@ class ResetConsumption(Request):
 class RowStatus(Reply):
     """`status` int8 (n,) or (n, fields) of n rows; `known` is False for an unknown partition or field.
 
-    `runs` is int64 (k, 2): runs of ascending indexes as (first, number).
+    `runs` is int64 (k, 2): runs of ascending indexes as (first, number). `cleared`: how many more of the declared rows
+    were there.
     """
 
     known: bool
@@ -87,3 +88,4 @@ class RowStatus(Reply):
     runs: bytes
     status: bytes
     declared: int | None
+    cleared: int = 0

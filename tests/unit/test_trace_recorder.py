@@ -1,0 +1,70 @@
+"""A process that records a trace on a disk that does not answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import until
+
+from transfer_queue.trace import file as trace_file
+from transfer_queue.trace import recorder as recorder_module
+from transfer_queue.trace.file import TraceFile
+from transfer_queue.trace.lines import TraceSpan
+from transfer_queue.trace.recorder import SpanRecorder
+
+WAITING = 100_000
+
+
+class Large:
+    """A span whose line has about 10 KB."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def span(self) -> TraceSpan:
+        return TraceSpan(1, 1, self.thread, "put", "p" * 10_000)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the disk takes what is written."""
+    event, write = threading.Event(), TraceFile._write
+
+    def blocked(self: TraceFile, data: bytes) -> None:
+        assert event.wait(60)
+        write(self, data)
+
+    monkeypatch.setattr(TraceFile, "_write", blocked)
+    monkeypatch.setattr(trace_file, "WAITING_NBYTES", WAITING)
+    monkeypatch.setattr(recorder_module, "FLUSH_S", 0.001)
+    return event
+
+
+def test_what_waits_for_a_disk_is_bounded_in_bytes_and_the_rest_is_counted(
+    tmp_path: Path, answers: threading.Event
+) -> None:
+    recorder = SpanRecorder(str(tmp_path), "", 1 << 26, lambda failed: None)
+    for _ in range(64):
+        recorder.add(Large())
+        until(lambda: not recorder._pending, "the lines of a span")
+    assert recorder._file is not None
+    assert 0 < recorder._file.waiting_nbytes <= WAITING
+    answers.set()
+    recorder.close()
+    (found,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in found.read_text().splitlines()]
+    written = sum(line[0] == "span" for line in lines)
+    assert 0 < written < 64
+    assert [line[1] for line in lines if line[0] == "lost"] == [64 - written]
+
+
+def test_a_recorder_that_ends_writes_what_waits(tmp_path: Path) -> None:
+    recorder = SpanRecorder(str(tmp_path), "", 1 << 26, lambda failed: None)
+    for _ in range(200):
+        recorder.add(Large())
+    recorder.close()
+    (found,) = tmp_path.glob("*.jsonl")
+    assert found.read_text().count('["span"') == 200
