@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tables import Box, indexes, packed, schema
 
 from transfer_queue.controller import overview as overview_module
-from transfer_queue.controller.arrivals import MAX_MARKS, Arrivals
 from transfer_queue.controller.departures import MAX_DEPARTURES
-from transfer_queue.controller.recent import MAX_EVENTS, MAX_ROWS, Happened, RecentEvents
+from transfer_queue.controller.recent import MAX_EVENTS, MAX_MARKS, MAX_ROWS, Arrivals, Happened, RecentEvents
 from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.wire import messages as m

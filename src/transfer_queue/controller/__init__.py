@@ -4,7 +4,6 @@
      ├─ state                   everything that outlives a request, as one object: what is saved and loaded
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
-     │   ├─ arrivals            when its rows came
      │   ├─ row_versions        which version of the weights made each row
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
@@ -35,7 +34,7 @@
      ├─ reported_fleets         which replicas the weights of trainers go to, as they say
      ├─ departures              who ended lately with something on lease
      ├─ locks                   names that are held
-     ├─ recent                  what happened to rows lately
+     ├─ recent                  what happened to rows lately, and when they came
      ├─ deadlines               when the first of many terms ends
      └─ cleared_partitions      what they leave, freed in slices
     queries, status             requests that change nothing

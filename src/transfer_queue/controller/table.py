@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from transfer_queue.controller.arrivals import Arrivals
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
+from transfer_queue.controller.recent import Arrivals
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
