@@ -131,6 +131,30 @@ def test_a_pause_that_waits_outlasts_pauses_of_other_owners(threads: ThreadPoolE
     assert not refused(gate)
 
 
+@pytest.mark.parametrize("lease_s", [None, 0.3])
+def test_a_pause_that_waits_lets_no_request_run_on_while_the_freeze_that_overtook_it_is_held(
+    lease_s: float | None, threads: ThreadPoolExecutor
+) -> None:
+    gate = Gate()
+    pauses = Pauses(gate, ROOM_S)
+    with gate.request("a") as request:
+        call: Future[None] = threads.submit(pauses.pause, "wait", True, "", None)
+        until(lambda: refused(gate), "the pause")
+        pauses.pause("keep", True, "trainer", lease_s)
+        if lease_s is None:
+            until(lambda: bool(pauses._overtaken), "the pause that waits to see it")
+            with pytest.raises(DeadlineExceeded, match="frozen"), request.step(0.05):
+                pass
+            assert pauses.is_paused()
+            pauses.resume("trainer")
+        until(lambda: refused(gate), "the pause, again")
+        with request.step(ROOM_S):
+            pass
+        assert not call.done()
+    call.result(ROOM_S)
+    assert gate.is_paused()
+
+
 def refused(gate: Gate) -> bool:
     try:
         with gate.request():

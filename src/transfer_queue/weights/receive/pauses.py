@@ -31,7 +31,8 @@ class Pauses:
     without an owner is somebody else's, and lasts until it is resumed. Each owner holds one at a time, from when it was
     reached; until then the one before is held. Generation goes on when the last one has ended, and until then is paused
     by the strongest mode of those that are held. One that waits and is overtaken by another owner's begins again after
-    that, until its time is up. Thread-safe."""
+    that, and once no freeze (keep) of others is held, in which it would let requests run on; until its time is up.
+    Thread-safe."""
 
     def __init__(self, generation: Generation, timeout_s: float) -> None:
         self.generation = generation
@@ -40,7 +41,7 @@ class Pauses:
         self._held: dict[str, HeldPause] = {}  # by owner
         self._calls: set[HeldPause] = set()  # for which the generation is being paused just now
         self._overtaken: set[HeldPause] = set()  # that wait for such calls of other owners to end
-        self._ended = threading.Condition(self._lock)  # such a call; or an overtaken one is not wanted any more
+        self._ended = threading.Condition(self._lock)  # such a call, or pause; or an overtaken one is unwanted
         self._reached = ""  # the mode that the generation was brought to; "" for none
 
     def owner(self, run_id: str = "") -> str:
@@ -109,13 +110,18 @@ class Pauses:
                 self._leave(ours)
 
     def _begin_again(self, ours: HeldPause, end: float) -> bool:
-        """Begin once no other call goes on, which would be overtaken in turn. False when it was not overtaken, or is
-        not wanted any more, or its time is up."""
+        """Begin once no other call goes on, which would be overtaken in turn, and nobody else's freeze is held. False
+        when it was not overtaken, or is not wanted any more, or its time is up."""
+
+        def may_begin() -> bool:
+            frozen = any(one.mode == "keep" and one.owner != ours.owner for one in self._held.values())
+            return not self._calls and not (frozen and ours.mode == "wait")
+
         with self._lock:
             if ours not in self._overtaken:
                 return False
-            self._ended.wait_for(lambda: not (self._calls and ours.wanted), end - time.monotonic())
-            begins = ours.wanted and not self._calls and time.monotonic() < end
+            self._ended.wait_for(lambda: not ours.wanted or may_begin(), end - time.monotonic())
+            begins = ours.wanted and may_begin() and time.monotonic() < end
             self._overtaken.discard(ours)
             if begins:
                 self._begin(ours)
@@ -196,6 +202,7 @@ class Pauses:
             if self._held.get(ours.owner) is not ours:
                 return
             del self._held[ours.owner]
+            self._ended.notify_all()
         self._settle()
 
 
