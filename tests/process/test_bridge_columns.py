@@ -76,8 +76,12 @@ def test_a_rank_with_another_schema_gets_no_other_numbers(
         (Ragged(dtype="float32"), [torch.ones(2, device="meta")]),
         (Ragged(dtype="float32"), [torch.ones(2).to(torch.float8_e4m3fn)]),
         (Ragged(dtype="float32"), [torch.ones(2, dtype=torch.complex64).conj()]),
+        (Ragged(dtype="float32"), [[1, np.complex64(2 + 3j)]]), (Ragged(dtype="float64"), [[1.0, np.array(2 + 3j)]]),
+        (Numbers(), [1.0, np.array(2 + 3j)]), (Ragged(), [[torch.tensor(2.0, requires_grad=True)]]),
+        (Numbers(), [torch.empty((), device="meta")]),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Casting complex")  # as outside of tests, where that is no error
 def test_what_is_no_such_number_is_refused_with_its_field(
     shared: tq.TransferQueueClient, column: Any, values: list[Any]
 ) -> None:

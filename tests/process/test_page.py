@@ -183,6 +183,19 @@ def test_previews_are_short_and_nothing_in_them_is_run(page: RunningPage, client
     assert shown["many"]["text"].startswith("0, 1, 2")
 
 
+def test_of_a_long_tensor_nothing_is_said_but_how_it_begins(page: RunningPage, client: tq.TransferQueueClient) -> None:
+    long = torch.zeros(3_000_000)
+    long[-1] = 9
+    tq.kv_put("a", "p", {"long": long, "wide": torch.zeros(200, 1_000_000, dtype=torch.uint8)})
+    tq.kv_batch_put(["b", "c"], "q", {"ragged": torch.nested.nested_tensor([long, long[:2]], layout=torch.jagged)})
+    shown = {one["name"]: one for key, p in (("a", "p"), ("b", "q")) for one in page.row(p, key=key)[1]["fields"]}
+    assert shown["long"]["type"] == shown["ragged"]["type"] == "float32 [1048576], its beginning"
+    assert shown["long"]["about"] == ""
+    assert shown["long"]["text"].endswith("0, …")
+    assert shown["wide"]["type"] == "uint8 [67×1000000], its beginning"
+    assert page.row("q", key="c")[1]["fields"][0]["type"] == "float32 [2]"
+
+
 def test_an_image_is_a_small_png(page: RunningPage, client: tq.TransferQueueClient) -> None:
     tall = torch.zeros(3, 600, 300, dtype=torch.uint8)
     tq.kv_put("a", "p", {"picture": Image.new("RGB", (900, 300), (9, 99, 199)), "tensor": tall, "text": "no"})

@@ -33,6 +33,7 @@ from transfer_queue.errors import SchemaViolation
 Form: TypeAlias = Literal["tensors", "arrays", "lists"]
 FORMS = ("tensors", "arrays", "lists")
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+_MAY_BE_COMPLEX = {np.complex64, np.complex128, np.clongdouble, np.ndarray}
 _AS_IN_NUMPY = frozenset((  # dtypes of tensors that arrays have, too: their rows come in each form
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
     torch.int64, torch.float16, torch.float32, torch.float64,
@@ -142,7 +143,7 @@ def _numbers(name: str, values: Any, wanted: np.dtype[Any], rows: Sequence[int])
     letter = _LETTERS.get(wanted.name)
     items = [values[row] for row in rows]
     with contextlib.suppress(struct.error, OverflowError, TypeError, RuntimeError):  # the last: of tensors of uint64
-        if letter is not None and not any(isinstance(item, np.complexfloating) for item in items):
+        if letter is not None and not _any_complex(items):
             found = np.frombuffer(bytearray(struct.pack(f"{len(items)}{letter}", *items)), wanted)
             _check_floats(name, found, [items], rows, np.arange(len(rows)))
             return found
@@ -153,7 +154,11 @@ def _numbers_one_by_one(name: str, items: list[Any], wanted: np.dtype[Any], rows
     """As `_numbers`, of tensors and arrays without dimensions as well, or the row that has no such number."""
     found = np.empty(len(rows), wanted)
     for place, (row, value) in enumerate(zip(rows, items, strict=True)):
-        item = value.item() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and not value.ndim else value
+        is_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and not value.ndim
+        try:
+            item = value.item() if is_one else value
+        except RuntimeError as error:  # of the device meta
+            raise SchemaViolation(f"row {row}, field {name!r}: no number: {error}", row, name) from None
         if not isinstance(item, (int, float)):
             raise SchemaViolation(f"row {row}, field {name!r}: a number, got {type(value).__qualname__}", row, name)
         if wanted.kind == "b" and item not in (0, 1):
@@ -192,8 +197,8 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
 
 def _is_packed(numbers: Sequence[Any], letter: str, data: bytearray, start: int) -> bool:
     """Whether `struct` took them; NumPy's truth values, for one, it does not take, though they are numbers here."""
-    if isinstance(next(iter(numbers), 0), np.complexfloating):
-        return False  # it would pack the real part
+    if letter in "fd" and _any_complex(numbers):
+        return False
     try:
         if letter == "B":
             data[start : start + len(numbers)] = bytes(numbers)  # in half of the time
@@ -202,6 +207,13 @@ def _is_packed(numbers: Sequence[Any], letter: str, data: bytearray, start: int)
     except (struct.error, OverflowError, ValueError, TypeError):
         return False
     return True
+
+
+def _any_complex(numbers: Iterable[Any]) -> bool:
+    """Whether NumPy's complex numbers are among them, of which `struct` would pack the real parts."""
+    if _MAY_BE_COMPLEX.isdisjoint(map(type, numbers)):
+        return False
+    return any(isinstance(one, (np.ndarray, np.generic)) and one.dtype.kind == "c" for one in numbers)
 
 
 def _check_floats(
@@ -249,7 +261,7 @@ def _from_list(name: str, value: Any, row: int, wanted: np.dtype[Any]) -> Any:
             with np.errstate(over="ignore"):
                 _check_floats(name, array.astype(wanted).ravel(), [given], [row], np.zeros(len(given), np.int64))
         return array
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # the last: of tensors with a graph
         raise SchemaViolation(f"row {row}, field {name!r}: not an array of {wanted}: {error}", row, name) from None
 
 

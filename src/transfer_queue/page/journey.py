@@ -80,7 +80,8 @@ def _previewed(client: TransferQueueClient, partition: str, row: int, field: Fie
     if _is_large(field):
         return _unread("not read: too large")
     try:
-        return preview(_value(client, partition, row, field))
+        value = _value(client, partition, row, field)
+        return preview(value, _is_cut(value, field))
     except (UnknownRows, StorageKeyNotFoundError):
         return _unread("cleared meanwhile")
     except TransferQueueError as error:  # pickled, lost with its host, no decoder here
@@ -103,6 +104,14 @@ def _most(field: FieldSchema) -> int | None:
 def _is_large(field: FieldSchema) -> bool:
     """A tensor of which not one item is read in a moment."""
     return _most(field) == 0
+
+
+def _is_cut(value: Any, field: FieldSchema) -> bool:
+    """Whether there is more of a tensor than was read; or may be, where rows are of different lengths."""
+    most = _most(field)
+    if most is None:
+        return False
+    return len(value) < field.shape[0] if field.shape[0] >= 0 else len(value) >= most
 
 
 def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> Any:

@@ -16,21 +16,23 @@ NUMBERS = 96  # of a tensor
 HEX_NBYTES = 64
 MAX_SUMMED = 1 << 20
 DEPTH, ITEMS = 4, 32
+BEGINNING = ", its beginning"
 
 
-def preview(value: Any) -> dict[str, Any]:
-    """`kind` ("text", "numbers", "binary", "image", "object"), `type`, and `text` of at most about 2 kB."""
+def preview(value: Any, is_cut: bool = False) -> dict[str, Any]:
+    """`kind` ("text", "numbers", "binary", "image", "object"), `type`, and `text` of at most about 2 kB. `is_cut`: the
+    value is the beginning of a longer tensor, of which nothing is said as of the whole."""
     # By type alone: `isinstance` would ask the value for its class.
     if type(value) is str:
         return {"kind": "text", "type": f"text, {len(value):,} characters", "text": lines(value)}
     if type(value) in (bytes, bytearray, memoryview):
         return _binary(bytes(value[:HEX_NBYTES]), len(value))
     if is_picture(value):
-        return {"kind": "image", "type": _image_type(value), "text": ""}
+        return {"kind": "image", "type": _image_type(value) + BEGINNING * is_cut, "text": ""}
     if type(value) is torch.Tensor and not value.is_nested:
-        return _numbers(value)
+        return _numbers(value, is_cut)
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.dtype.char != "g":  # torch has no long double
-        return _numbers(torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False)))
+        return _numbers(torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False)), is_cut)
     return {"kind": "object", "type": _name(value), "text": lines(_safe(value, DEPTH))}
 
 
@@ -50,13 +52,14 @@ def _shape(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{f' [{shape}]' if shape else ''}"
 
 
-def _numbers(value: torch.Tensor) -> dict[str, Any]:
+def _numbers(value: torch.Tensor, is_cut: bool) -> dict[str, Any]:
     flat = value.detach().reshape(-1)
     shown = flat[:NUMBERS].tolist()
     text = ", ".join(f"{one:.6g}" if type(one) is float else str(one) for one in shown)
     if len(flat) > NUMBERS:
-        text += f", … ({len(flat):,} numbers)"
-    return {"kind": "numbers", "type": _shape(value), "text": text, "about": _about(flat)}
+        text += ", …" if is_cut else f", … ({len(flat):,} numbers)"
+    about = "" if is_cut else _about(flat)
+    return {"kind": "numbers", "type": _shape(value) + BEGINNING * is_cut, "text": text, "about": about}
 
 
 def _about(flat: torch.Tensor) -> str:
