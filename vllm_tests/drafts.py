@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,11 +82,17 @@ class Kind(NamedTuple):
 
 
 def _written(tensors: Tensors, config: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     whole = {name: one.contiguous() for name, one in tensors.items()}
     save_file(whole, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def _inside(tensors: Tensors, config: dict[str, Any], folder: Path) -> Folders:
+    """The model in `plain`, with its tokenizer, and layers that draft."""
+    shutil.copytree(folder / "plain", folder / "model")
+    return Folders(_written(tensors, config, folder / "model"), None)
 
 
 def _llama(seed: int, folder: Path) -> Folders:
@@ -140,8 +147,7 @@ def _mimo(seed: int, folder: Path) -> Folders:
         own[f"model.mtp_layers.0.{name}.weight"] = torch.ones(WIDTH) + seed
     own["model.mtp_layers.0.input_proj.weight"] = _random(seed, WIDTH, 2 * WIDTH)
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    _written({**tensors, **own}, config, folder / "model")
-    return Folders(folder / "model", None)
+    return _inside({**tensors, **own}, config, folder)
 
 
 def _next_layer(family: str) -> Callable[[int, Path], Folders]:
@@ -155,8 +161,7 @@ def _next_layer(family: str) -> Callable[[int, Path], Folders]:
         own[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         own[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         config |= {"num_nextn_predict_layers": 1, **SAID.get(family, {})}
-        _written({**tensors, **own}, config, folder / "model")
-        return Folders(folder / "model", None)
+        return _inside({**tensors, **own}, config, folder)
 
     return make
 
@@ -172,8 +177,7 @@ def _qwen3_next(seed: int, folder: Path) -> Folders:
     for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
         own[f"mtp.{name}.weight"] = torch.ones(WIDTH)
     own["mtp.fc.weight"] = _random(seed, WIDTH, 2 * WIDTH)
-    _written({**tensors, **own}, {**config, "num_nextn_predict_layers": 1}, folder / "model")
-    return Folders(folder / "model", None)
+    return _inside({**tensors, **own}, {**config, "num_nextn_predict_layers": 1}, folder)
 
 
 def _with_one_more(family: str, seed: int, folder: Path) -> tuple[Tensors, Tensors, dict[str, Any], str]:

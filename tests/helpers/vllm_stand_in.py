@@ -105,7 +105,8 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, *, twins: bool = False) -> Non
         initialize_layerwise_reload=nothing, finalize_layerwise_reload=nothing, layerwise=layerwise,
     )  # fmt: skip
     if twins:
-        module("vllm.model_executor.model_loader.utils", initialize_model=lambda **_: Model())
+        make: Callable[..., Model] = lambda vllm_config, model_config: getattr(model_config, "make", Model)()  # noqa: E731
+        module("vllm.model_executor.model_loader.utils", initialize_model=make)
         for name in ("vllm.model_executor.layers", "vllm.model_executor.layers.quantization"):
             module(name)
         module("vllm.model_executor.layers.quantization.kv_cache", BaseKVCacheMethod=type("None", (), {}))

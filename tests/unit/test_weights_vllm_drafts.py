@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,3 +147,75 @@ def test_a_worker_of_a_pipeline_whose_draft_another_one_has_leaves_it_out(tmp_pa
     assert torch.equal(server.engine.model.linear.bias, torch.full((2,), 2.0))
     server.engine.shutdown()
     trainer.shutdown()
+
+
+# layers that draft in the model's checkpoint
+
+MTP = "mtp."
+
+
+class Above(Model):
+    """Leaves the layers alone that draft."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        return super().load_weights(one for one in weights if not one[0].startswith(MTP))
+
+
+class Layers(Model):
+    """Takes them, and nothing else."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        own = ((name.removeprefix(MTP), tensor) for name, tensor in weights if name.startswith(MTP))
+        return super().load_weights(own)
+
+
+class OfOneCheckpoint(Client):
+    def __init__(self, folder: Path) -> None:
+        from transfer_queue.integrations.vllm.engine import ShmWorker
+
+        settings = config(folder)
+        save_file(checkpoint(1.0, 1.0), folder / "model.safetensors")
+        settings.compilation_config = SimpleNamespace(static_forward_context={})
+        settings.model_config.make = Above
+        drafts = SimpleNamespace(**{**vars(settings.model_config), "make": Layers})
+        settings.speculative_config = SimpleNamespace(method="mtp", draft_model_config=drafts)
+        self.model, self.draft = Above(), (draft := Layers())
+        self.model_runner = SimpleNamespace(get_draft_model=lambda: draft, drafter=SimpleNamespace())
+        self.engine = ShmWorker(SimpleNamespace(backend="tq_shm"), settings, torch.device("cpu"), self.model)
+        super().__init__(self.engine)
+
+    def has(self) -> tuple[float, float]:
+        return float(self.model.linear.bias.detach()[0]), float(self.draft.linear.bias.detach()[0])
+
+
+def checkpoint(model: float, draft: float) -> dict[str, torch.Tensor]:
+    return {**weights(model), **{MTP + name: one for name, one in weights(draft).items()}}
+
+
+def test_layers_in_the_checkpoint_of_the_model_reach_the_draft_or_leave_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = OfOneCheckpoint(tmp_path)
+    trainer = introduced(server, StateDictSource(checkpoint(2.0, 3.0)))
+    trainer.send_weights(deadline_s=20)
+    assert server.has() == (2.0, 3.0)
+    trainer._source = StateDictSource(weights(4.0))
+    trainer.send_weights(deadline_s=20)
+    assert server.has() == (4.0, 3.0)
+    half = checkpoint(5.0, 6.0)
+    del half[f"{MTP}linear.bias"]
+    trainer._source = StateDictSource(half)
+    with pytest.raises(Incomplete, match="a part of the draft"):
+        trainer.send_weights(deadline_s=20)
+    trainer._source = StateDictSource(checkpoint(5.0, 6.0))
+    server.draft.fails_after = 1
+    with pytest.raises(CommitFailed, match="was loaded again"):
+        trainer.send_weights(deadline_s=20)
+    assert server.has() == (4.0, 3.0)
+    with pytest.raises(NotSupported, match="lies in the checkpoint"):
+        trainer.send_draft(StateDictSource(weights(7.0)), deadline_s=20)
+    trainer.send_weights(deadline_s=20)
+    assert server.has() == (5.0, 6.0)
+    server.engine.shutdown()
+    trainer.shutdown()
+    caplog.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any
@@ -43,9 +44,12 @@ class Checkpoint(Headers):
             return None
 
     def left_alone(self, metas: Metas) -> set[str]:
-        """Those of tensors like these that the model's loader leaves alone. None where that cannot be found out."""
-        wants = self.wanted(metas)
-        return set() if wants is None else {name for name in metas if not wants.get(name)}
+        """Those of tensors like these that the model's loader leaves alone. None of them where there is no rehearsal.
+        `UnknownTensor`, `ShapeMismatch`."""
+        if self.rehearsal is None:
+            return set()
+        taken = self.rehearsal.taken(metas)
+        return {name for name in metas if not taken.get(name)}
 
     def _may_lack(self, name: str) -> bool:
         """Also what the loader leaves alone: layers of a draft in the same checkpoint, which not every trainer has."""
@@ -53,7 +57,9 @@ class Checkpoint(Headers):
 
     @functools.cached_property
     def _left_alone(self) -> set[str]:
-        return self.left_alone(self.metas())
+        with contextlib.suppress(UnknownTensor, ShapeMismatch):
+            return self.left_alone(self.metas())
+        return set()
 
 
 def _rehearsal(vllm_config: Any, model_config: Any, is_known: bool) -> Rehearsal | None:

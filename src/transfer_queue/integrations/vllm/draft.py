@@ -52,7 +52,7 @@ class DraftModel(ReloadTarget):
         super().__init__(model, Checkpoint(vllm_config, model_config, may_tie=ties), agree)
         self._vllm_config, self._model_config = vllm_config, model_config
         self._inside = inside
-        if self._checkpoint.rehearsal is None:
+        if self._checkpoint.rehearsal is None or (inside is not None and inside.rehearsal is None):
             raise NotSupported("the draft of this server cannot be made without memory: it takes no weights")
         self._rehearsal: Rehearsal = self._checkpoint.rehearsal
         self._given = {path: _taker(self._rehearsal.twin, path) for path in _shared(model_for, model)}

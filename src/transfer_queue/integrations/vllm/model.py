@@ -45,6 +45,7 @@ class LoadedModel(ReloadTarget):
         try:
             self.draft = DraftModel.of(runner, self._vllm_config, self._agree, self._model, self._checkpoint)
         except NotSupported as error:
+            log.warning("%s", error)
             self.no_draft = str(error)
             return
         if DraftModel.is_elsewhere(runner, self._vllm_config):
