@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import polars
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +21,7 @@ from test_tables_sql import command
 
 import transfer_queue as tq
 from transfer_queue.errors import DataLost, InvalidInput, NotSupported, UnknownRows
-from transfer_queue.tables import cell_batches, export
+from transfer_queue.tables import cell_batches, export, written_behind
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -116,11 +119,59 @@ def test_a_dataset_has_the_layout_that_hugging_face_reads(
     assert about["dataset_size"] == told["bytes"]
 
 
+def test_a_dataset_on_disk_has_the_layout_that_hugging_face_maps(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "SHARD_NBYTES", 1)
+    told = tq.export_table(rows, tmp_path / "d", format="hf-disk")
+    state = json.loads((tmp_path / "d" / "state.json").read_text())
+    names = [one["filename"] for one in state["_data_files"]]
+    assert names == [f"data-{n:05d}-of-{told['files']:05d}.arrow" for n in range(told["files"])]
+    assert sorted([*names, "dataset_info.json", "state.json"]) == sorted(os.listdir(tmp_path / "d"))
+    assert (state["_split"], state["_format_type"], len(state["_fingerprint"])) == ("train", None, 16)
+    found = pa.concat_tables([pa.ipc.open_stream(tmp_path / "d" / name).read_all() for name in names])
+    assert found.schema == tq.table(rows).schema
+    assert found.drop_columns("x").equals(tq.table(rows).to_arrow().drop_columns("x"))
+
+
+def test_bytes_that_the_disk_refuses_are_an_error_and_leave_no_thread(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+
+    def full(fd: int, data: Any) -> int:
+        if str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(written_behind.os, "write", full)
+    for name, form in (("a.parquet", "parquet"), ("d", "parquet"), ("h", "hf-disk")):
+        with pytest.raises(OSError, match="No space left"):
+            tq.export_table(rows, tmp_path / name, form)
+    assert os.listdir(tmp_path) == []
+    assert "tq-export" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_writer_waits_where_the_disk_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_behind, "HELD_NBYTES", 1000)
+    file = written_behind.WrittenBehind(tmp_path / "a")
+    given = [os.urandom(size) for size in (0, 999, 1, 100_000, 7, 1000)]
+    for part in given:
+        file.write(part)
+    assert file._held_nbytes <= 1000 + max(map(len, given))
+    file.close(whole=True)
+    assert (tmp_path / "a").read_bytes() == b"".join(given)
+    assert file.tell() == sum(map(len, given))
+
+
 def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
     tq.get_client().set_partition("nothing", size=4)
     assert tq.export_table("nothing", tmp_path / "a.parquet")["rows"] == 0
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 0
     assert tq.export_table("nothing", tmp_path / "d", format="hf")["files"] == 1
+    tq.export_table("nothing", tmp_path / "disk", format="hf-disk")
+    stream = pa.ipc.open_stream(tmp_path / "disk" / "data-00000-of-00001.arrow")
+    assert [batch.num_rows for batch in stream] == [0]
 
 
 def test_only_some_columns(rows: str, tmp_path: Path) -> None:

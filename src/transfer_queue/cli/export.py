@@ -16,7 +16,11 @@ def export(
     partition: str,
     target: Annotated[Path, typer.Argument(help="FILE.parquet, or a directory that does not exist yet.")],
     layout: Annotated[
-        str, typer.Option("--format", help="parquet, or hf: a directory for `datasets.load_dataset`.")
+        str,
+        typer.Option(
+            "--format",
+            help="parquet, hf: a directory for `datasets.load_dataset`, or hf-disk: one for `datasets.load_from_disk`.",
+        ),
     ] = "parquet",
     column: Annotated[list[str] | None, typer.Option(help="Only this column; may be given several times.")] = None,
     as_bytes: Annotated[
@@ -29,7 +33,7 @@ def export(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a partition as Parquet.
+    """Write a partition as Parquet, or as a dataset of Hugging Face.
 
     Whole and on disk, or not at all. Needs the extra `arrow` (docs/tables.md).
     """

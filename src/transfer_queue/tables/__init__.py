@@ -13,6 +13,7 @@ texts              values that are no numbers, as text to look at
 partition_table    a partition as a table
 queries            SQL over partitions
 export             a table as Parquet, or as a dataset of Hugging Face
+written_behind     a file that a thread writes, for exports
 
 Nothing is imported here, so that a process without pyarrow can say what it lacks.
 """

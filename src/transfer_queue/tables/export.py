@@ -1,11 +1,14 @@
 """A partition as Parquet, read and written in batches.
 
-    FILE.parquet       one file
-    DIR/               data-00000.parquet and so on, each of about `SHARD_NBYTES`
-    DIR/ as a dataset  data/train-00000-of-00003.parquet and so on, with dataset_info.json: what `datasets.load_dataset`
-                       of Hugging Face takes for the split "train"
+    FILE.parquet         one file
+    DIR/                 data-00000.parquet and so on, each of about `SHARD_NBYTES`
+    DIR/ as a dataset    data/train-00000-of-00003.parquet and so on, with dataset_info.json: what
+                         `datasets.load_dataset` of Hugging Face takes for the split "train"
+    DIR/ as one on disk  data-00000-of-00003.arrow and so on, with dataset_info.json and state.json: what
+                         `datasets.load_from_disk` maps
 
-A batch is a row group. Everything is written beside its place, brought to the disk, and renamed.
+A batch is a row group of Parquet, or a batch of a stream of Arrow. Everything is written beside its place, brought to
+the disk, and renamed.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.saved.local import new_directory
 from transfer_queue.saved.places import is_url
 from transfer_queue.tables.partition_table import PartitionTable, table
+from transfer_queue.tables.written_behind import WrittenBehind
 
-FORMATS = PARQUET, HUGGING_FACE = "parquet", "hf"
+FORMATS = PARQUET, HUGGING_FACE, SAVED = "parquet", "hf", "hf-disk"
 SHARD_NBYTES = 500 << 20
 SUFFIX = ".parquet"
 
@@ -62,7 +66,8 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     batches = _told(found, wanted.progress)
     if is_file:
         return _one_file(place, found, batches, wanted.overwrite)
-    return _dataset(place, found, batches) if wanted.format == HUGGING_FACE else _directory(place, found, batches)
+    write = {PARQUET: _directory, HUGGING_FACE: _dataset, SAVED: _saved_dataset}[wanted.format]
+    return write(place, found, batches)
 
 
 def _told(found: PartitionTable, progress: Callable[[int, int], None] | None) -> Iterator[pa.RecordBatch]:
@@ -126,39 +131,69 @@ def _locked(draft: Path, held: contextlib.ExitStack) -> bool | None:
 
 def _directory(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
     with new_directory(place) as draft:
-        written = _shards(draft, "data-{:05d}" + SUFFIX, found, batches)
+        written = _shards(draft, "data-{:05d}", found, batches, ParquetFile)
         sync_directory(draft)
     return _counts(written)
 
 
 def _dataset(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
+    """What `datasets.load_dataset` reads."""
     with new_directory(place) as draft:
         data = draft / "data"
         data.mkdir()
-        written = _shards(data, "train-{:05d}" + SUFFIX, found, batches)
-        for number, file in enumerate(written):
-            os.rename(file.path, data / f"train-{number:05d}-of-{len(written):05d}{SUFFIX}")
+        written = _numbered(data, "train", _shards(data, "train-{:05d}", found, batches, ParquetFile))
         sync_directory(data)
         told = _counts(written)
         split = {"name": "train", "num_bytes": told["bytes"], "num_examples": told["rows"], "dataset_name": place.name}
-        about = {
-            "description": f"Partition {found.partition_id!r:.200} of transfer_queue", "dataset_name": place.name,
+        _write_json(draft / "dataset_info.json", {
+            **_about(found), "dataset_name": place.name,
             "splits": {"train": split}, "dataset_size": told["bytes"], "download_size": told["bytes"],
-        }  # fmt: skip
-        with open(draft / "dataset_info.json", "w", encoding="utf-8", errors="backslashreplace") as info:
-            json.dump(about, info, indent=2)
-            info.flush()
-            os.fsync(info.fileno())
+        })  # fmt: skip
         sync_directory(draft)
     return told
 
 
-def _shards(directory: Path, name: str, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> list[ParquetFile]:
+def _saved_dataset(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
+    """What `Dataset.save_to_disk` writes, and `datasets.load_from_disk` maps."""
+    with new_directory(place) as draft:
+        written = _numbered(draft, "data", _shards(draft, "data-{:05d}", found, batches, ArrowFile))
+        _write_json(draft / "dataset_info.json", {**_about(found), "citation": "", "homepage": "", "license": ""})
+        _write_json(draft / "state.json", {
+            "_data_files": [{"filename": file.path.name} for file in written], "_fingerprint": secrets.token_hex(8),
+            "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
+            "_split": "train",
+        })  # fmt: skip
+        sync_directory(draft)
+    return _counts(written)
+
+
+def _about(found: PartitionTable) -> dict[str, Any]:
+    return {"description": f"Partition {found.partition_id!r:.200} of transfer_queue"}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(values, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _numbered(directory: Path, name: str, written: list[TableFile]) -> list[TableFile]:
+    """The files, called as Hugging Face calls those of a dataset, now that their number is known."""
+    for number, file in enumerate(written):
+        file.path = file.path.rename(directory / f"{name}-{number:05d}-of-{len(written):05d}{file.suffix}")
+    return written
+
+
+def _shards(
+    directory: Path, name: str, found: PartitionTable, batches: Iterator[pa.RecordBatch],
+    kind: type[TableFile],
+) -> list[TableFile]:  # fmt: skip
     """At least one file, also where there are no rows."""
-    written: list[ParquetFile] = []
+    written: list[TableFile] = []
     following = next(batches, None)
     while following is not None or not written:
-        with ParquetFile(directory / name.format(len(written)), found.schema) as file:
+        with kind(directory / (name.format(len(written)) + kind.suffix), found.schema) as file:
             written.append(file)
             while following is not None and (not file.rows or file.nbytes < SHARD_NBYTES):
                 file.write(following)
@@ -166,7 +201,7 @@ def _shards(directory: Path, name: str, found: PartitionTable, batches: Iterator
     return written
 
 
-def _counts(written: Sequence[ParquetFile]) -> dict[str, int]:
+def _counts(written: Sequence[TableFile]) -> dict[str, int]:
     return {
         "rows": sum(file.rows for file in written),
         "files": len(written),
@@ -174,40 +209,69 @@ def _counts(written: Sequence[ParquetFile]) -> dict[str, int]:
     }
 
 
-class ParquetFile:
-    """A new file, of which every byte is on the disk when the context ends without an error."""
+class TableFile:
+    """A new file, of which every byte is on the disk when the context ends without an error. The bytes given are
+    written by a thread."""
+
+    suffix: str
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
         self.rows = 0
         self._schema = schema
 
-    def __enter__(self) -> ParquetFile:
-        self._file = open(self.path, "wb", buffering=0)
+    def __enter__(self) -> TableFile:
+        self._file = WrittenBehind(self.path)
         try:
-            self._writer = pq.ParquetWriter(self._file, self._schema, **_encoding(self._schema))
+            self._writer = self._new_writer(pa.PythonFile(self._file, "w"))
         except BaseException:
-            self._file.close()
+            self._file.close(False)
             raise
         return self
 
+    def _new_writer(self, file: pa.NativeFile) -> Any:
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
-        """Bytes written so far."""
-        return self._file.tell() if not self._file.closed else self.path_nbytes
+        """Bytes given so far."""
+        return self._file.nbytes
 
     def write(self, batch: pa.RecordBatch) -> None:
         self._writer.write_batch(batch)
         self.rows += batch.num_rows
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        is_whole = False
         try:
-            self._writer.close()
-            if error is None:
-                os.fsync(self._file.fileno())
+            self._end(error is None)
+            is_whole = error is None
         finally:
-            self.path_nbytes = self._file.tell()
-            self._file.close()
+            self._file.close(is_whole)
+
+    def _end(self, is_whole: bool) -> None:
+        self._writer.close()
+
+
+class ParquetFile(TableFile):
+    suffix = SUFFIX
+
+    def _new_writer(self, file: pa.NativeFile) -> Any:
+        return pq.ParquetWriter(file, self._schema, **_encoding(self._schema))
+
+
+class ArrowFile(TableFile):
+    """A stream of Arrow, with a batch also where there are no rows: Hugging Face expects one."""
+
+    suffix = ".arrow"
+
+    def _new_writer(self, file: pa.NativeFile) -> Any:
+        return pa.ipc.new_stream(file, self._schema)
+
+    def _end(self, is_whole: bool) -> None:
+        if is_whole and not self.rows:
+            self.write(pa.RecordBatch.from_pylist([], self._schema))
+        super()._end(is_whole)
 
 
 def _encoding(schema: pa.Schema) -> dict[str, Any]:
