@@ -56,7 +56,8 @@ docs:
 # The contract of storage engines with the real ones, each started here. Mooncake needs libibverbs1, librdmacm1, libnuma1,
 # libnl-3-200 and libnl-route-3-200 from the system.
 test-engines: $(ENGINES)/.installed
-	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py $(ARGS)
+	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py \
+		tests/contract/test_mooncake_offload.py $(ARGS)
 
 # The same engines, measured: ours, their own API, and TransferQueue 0.1.11. ARGS="--engine MooncakeStore".
 bench-engines: $(ENGINES)/.installed

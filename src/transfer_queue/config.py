@@ -22,6 +22,7 @@ from transfer_queue.server.settings import (
     ServerConfig,
 )
 from transfer_queue.storage.engines import engine_class
+from transfer_queue.storage.engines.offload import offload_settings
 from transfer_queue.wire.address import is_everywhere, parse_address
 from transfer_queue.wire.messages.staleness import Policy
 from transfer_queue.wire.token import token_from_environment, token_from_file
@@ -357,7 +358,10 @@ def transport(conf: Any) -> dict[str, Any]:
     if is_pooled:
         return {}
     if section.offload.enabled:
-        raise ConfigError(f"{name}.offload: name backend.SimpleStorage.spill_dir; expected enabled: false")
+        raise ConfigError(
+            f"{name}.offload: is of a pool (pool: true); without one, backend.SimpleStorage.spill_dir names a disk;"
+            " expected enabled: false"
+        )
     if section.use_gdr:
         raise ConfigError(f"{name}.use_gdr: tensors of a GPU are copied to the host first; expected false")
     names = ("protocol", "device_name", "local_hostname")
@@ -389,6 +393,7 @@ def _check_engines(backend: Any, defaults: Any) -> None:
                 _number(value, where, 0)
             elif (isinstance(default, str) or key in ("url", "address")) and not isinstance(value, str):
                 raise ConfigError(f"{where}: expected text, got {value!r}")
+    offload_settings(backend.MooncakeStore.offload)
 
 
 def engine_settings(conf: Any, engine: str) -> dict[str, Any]:

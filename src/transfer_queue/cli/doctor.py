@@ -1,4 +1,4 @@
-"""`tq doctor`: whether this installation works, a backend on this host, and a backend between hosts."""
+"""`tq doctor`: whether this installation works, a backend on this host or between hosts, and a service that runs."""
 
 from __future__ import annotations
 
@@ -39,18 +39,32 @@ def doctor(
             help="With --with: wait so long for the others to listen. With --serve: for one doctor, then end."
         ),
     ] = 0.0,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Of a service that runs: whether this host reaches each of its servers, and its rows.",
+        ),
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the token; or TQ_TOKEN, TQ_TOKEN_FILE.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Whether this installation works, and a backend.
 
-    Between hosts: --serve on all but one, then --with on that one.
+    Between hosts: --serve on all but one, then --with on that one. Of a service that runs: --address.
     """
+    if address is not None and (others or serve is not None):
+        raise typer.BadParameter(
+            "of a service that runs; --with and --serve try one of their own", param_hint="--address"
+        )
     if (others or serve is not None) and backend is None:
         raise typer.BadParameter("name it: --serve and --with try a backend", param_hint="--backend")
     if others and serve is not None:
         raise typer.BadParameter("one host leads by --with, the others --serve", param_hint="--serve")
-    _look_at_installation(as_json, is_all=backend is None)
+    _look_at_installation(as_json, is_all=backend is None and address is None)
+    if address is not None:
+        _try_service(backend, address, _known_token(token_file), timeout_s, as_json)
+        return
     if backend is None:
         return
     token = _token(token_file) if others or serve is not None else ""
@@ -82,10 +96,14 @@ def _look_at_installation(as_json: bool, is_all: bool) -> None:
         raise typer.Exit(1)
 
 
-def _token(path: Path | None) -> str:
+def _known_token(path: Path | None) -> str:
     from transfer_queue.wire.token import token_from_environment, token_from_file
 
-    token = token_from_environment() if path is None else token_from_file(str(path), "--token-file")
+    return token_from_environment() if path is None else token_from_file(str(path), "--token-file")
+
+
+def _token(path: Path | None) -> str:
+    token = _known_token(path)
     if not token:
         raise ConfigError("between hosts a token is needed: name --token-file, or set TQ_TOKEN or TQ_TOKEN_FILE")
     return token
@@ -133,10 +151,22 @@ def _serve(place: Address, backend: str, full: Any, wait_s: float, as_json: bool
 def _lead(
     backend: str, full: Any, others: Sequence[Address], token: str, timeout_s: float, wait_s: float, as_json: bool
 ) -> None:
-    from transfer_queue.cli.tables import print_json
     from transfer_queue.doctor.trial import settings_of, try_hosts
 
-    report = try_hosts(backend, settings_of(full), others, token, timeout_s, wait_s)
+    _show(try_hosts(backend, settings_of(full), others, token, timeout_s, wait_s), as_json)
+
+
+def _try_service(backend: str | None, address: str, token: str, timeout_s: float, as_json: bool) -> None:
+    from transfer_queue.doctor.running import try_service
+    from transfer_queue.wire.address import parse_address
+
+    _show(try_service(backend, parse_address(address, token), timeout_s), as_json)
+
+
+def _show(report: TrialReport, as_json: bool) -> None:
+    """Ends the command where it does not work."""
+    from transfer_queue.cli.tables import print_json
+
     if as_json:
         print_json(report)
     else:
@@ -173,16 +203,19 @@ def _print_report(report: TrialReport) -> None:
 
 
 def _host_row(one: HostReport) -> tuple[str | None, ...]:
-    """Empty cells where a host was not reached, or did not come so far."""
+    """Empty cells where a host was not reached, or did not come so far, or is a server that says nothing of it."""
     from transfer_queue.cli.tables import size
 
-    if one.free_nbytes is None:
-        return one.host, *[None] * 8
-    libraries = [("Python", one.python), *one.libraries.items()]
+    facts: tuple[str | None, ...] = (None, None, None)
+    if one.free_nbytes is not None:
+        libraries = [("Python", one.python), *one.libraries.items()]
+        facts = (
+            size(one.free_nbytes), ", ".join(one.rdma_devices) or "none",
+            ", ".join(f"{name} {version}" for name, version in libraries),
+        )  # fmt: skip
     return (
-        one.host, one.name, one.address, one.endpoint, size(one.free_nbytes), ", ".join(one.rdma_devices) or "none",
-        ", ".join(f"{name} {version}" for name, version in libraries),
-        _duration(one.opened_s), _duration(one.written_s),
+        one.host, one.name or None, one.address or None, one.endpoint or None, *facts, _duration(one.opened_s),
+        _duration(one.written_s),
     )  # fmt: skip
 
 

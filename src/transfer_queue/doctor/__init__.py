@@ -3,6 +3,7 @@
     trial           asks every host in turn, and makes the report
      ├─ hosts       how the trial reaches a host: this one, or one on which an agent listens
      └─ report      what came of it, and how each trouble is mended
+    running         the servers of a service that runs, tried from this host
     agent           waits on a host for a trial that is led elsewhere
     member_process  the process that takes part for a host, seen from the one that started it
     member          what that process does: it starts a server, writes and reads

@@ -7,6 +7,7 @@
     started    programs that a server starts for its engine
     files      a directory, or whatever else fsspec opens
     mooncake   Mooncake's store
+     └─ offload  the directory of what its memory has no room for
     yuanrong   openYuanrong's datasystem
     ray_store  Ray's object store
      └─ ray_objects  what of it imports ray: in clients, and in a process that the server starts
