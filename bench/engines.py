@@ -151,18 +151,8 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], Any]]:
     from bench import digest
     from bench.systems import column_sums
 
-    settings = SETTINGS[engine]
-    if name == "0.1.11":
-        import ray
-
-        ray.init(num_cpus=16, include_dashboard=False)
-        settings = _of_peer(engine)
-    elif engine == "RayStore":
-        from bench.engines_raw import ray_here
-
-        ray_here()
+    settings = _prepared(engine, name)
     is_far = name.endswith(", far")
-    settings = settings | {"ours, pool": {"pool": True}, "ours, durable": {"durable": True}}.get(name, {})
     more = {"server": {"host": "127.0.0.1"}} if is_far else {}
     tq.init({"backend": {"storage_backend": engine, engine: settings}, **more})
     client: Any = _far_client() if is_far else tq.get_client()
@@ -205,6 +195,20 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], Any]]:
             client.clear_partition(f"train {size}")
 
     return {"put": put, "get": get, "few": few, "verify": verify, "clear": clear, "end": lambda size: tq.close()}
+
+
+def _prepared(engine: str, name: str) -> dict[str, Any]:
+    """The settings of a system, and Ray in this process where it needs that."""
+    if name == "0.1.11":
+        import ray
+
+        ray.init(num_cpus=16, include_dashboard=False)
+        return _of_peer(engine)
+    if engine == "RayStore":
+        from bench.engines_raw import ray_here
+
+        ray_here()
+    return SETTINGS[engine] | {"ours, pool": {"pool": True}, "ours, durable": {"durable": True}}.get(name, {})
 
 
 def _profiles() -> dict[str, Any]:
