@@ -57,7 +57,7 @@ docs:
 # libnl-3-200 and libnl-route-3-200 from the system.
 test-engines: $(ENGINES)/.installed
 	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py \
-		tests/contract/test_mooncake_offload.py $(ARGS)
+		tests/contract/test_mooncake_offload.py tests/contract/test_ray_nodes.py $(ARGS)
 
 # The same engines, measured: ours, their own API, and TransferQueue 0.1.11. ARGS="--engine MooncakeStore".
 bench-engines: $(ENGINES)/.installed

@@ -1,11 +1,12 @@
 """Rows in a storage engine: ours, the engine's own API, SimpleStorage, and TransferQueue 0.1.11 on the same engine.
 
-    python -m bench.engines [--engine MooncakeStore|Yuanrong] [--rounds 9] [--no-peer]
+    python -m bench.engines [--engine MooncakeStore|Yuanrong|RayStore] [--rounds 9] [--no-peer]
 
 302 MB: 1024 rows of 9 float32 fields; 9 MB: the same with 256 numbers a row. One process for each system, all on this
 host; each round makes every call of every system once, in turn. `ours` and `raw` use an engine of their own each, whose
 memory another process has (the server, as TransferQueue's does). `far`: the client has no unit on its host, so bytes
-travel as between hosts. `pool`: Mooncake's own pool with a master. `few`: the first quarter of the rows, of all fields.
+travel as between hosts. `pool`: Mooncake's own pool with a master. `durable`: RayStore's rows outlive their writer.
+`few`: the first quarter of the rows, of all fields.
 Then TransferQueue's complex batch (63 MB), 32 dicts with images (235 MB), and 1000 rows of 9 KB put one by one, in ours
 and TransferQueue. Medians, p95 and the ratio to `ours`. `make bench-engines` installs what it needs.
 """
@@ -31,8 +32,10 @@ WIDTHS = {"302 MB": 8192, "9 MB": 256}
 SETTINGS: dict[str, dict[str, Any]] = {
     "MooncakeStore": {"master_server_address": "127.0.0.1:0", "global_segment_size": 3 << 30},
     "Yuanrong": {"worker_port": 0, "metastore_port": 0, "worker_args": "--shared_memory_size_mb 3072"},
+    "RayStore": {},
     "SimpleStorage": {},
 }
+ENGINES = ("MooncakeStore", "Yuanrong", "RayStore")
 CALLS = ("put", "get", "few")
 ALONE = 1000
 PROFILES = ("complex", "images", f"{ALONE} rows alone")  # of ours and of TransferQueue: an engine knows bytes only
@@ -74,7 +77,7 @@ class Agent:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=list(SETTINGS)[:2], action="append")
+    parser.add_argument("--engine", choices=ENGINES, action="append")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-peer", action="store_true", help="without TransferQueue 0.1.11")
     parser.add_argument("--agent", nargs=2, help=argparse.SUPPRESS)
@@ -82,14 +85,15 @@ def main() -> None:
     if args.agent is not None:
         _serve(*args.agent)
         return
-    for engine in args.engine or list(SETTINGS)[:2]:
+    for engine in args.engine or ENGINES:
         agents: list[Agent] = []
         if not args.no_peer:  # first: it ends every master of Mooncake that it finds on the host
             from bench.contenders import LOG
             from bench.environments import peer_python
 
             agents.append(Agent("0.1.11", engine, str(peer_python(None, LOG))))
-        names = ["ours", "raw"] + ["ours, far", "ours, pool"] * (engine == "MooncakeStore")
+        more = {"MooncakeStore": ["ours, far", "ours, pool"], "RayStore": ["ours, durable"]}
+        names = ["ours", "raw", *more.get(engine, ())]
         agents += [Agent(name, engine, sys.executable) for name in names]
         agents += [Agent(name, "SimpleStorage", sys.executable) for name in ("SimpleStorage", "SimpleStorage, far")]
         for size in WIDTHS:
@@ -147,14 +151,8 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], Any]]:
     from bench import digest
     from bench.systems import column_sums
 
-    settings = SETTINGS[engine]
-    if name == "0.1.11":
-        import ray
-
-        ray.init(num_cpus=16, include_dashboard=False)
-        settings = _of_peer(engine)
+    settings = _prepared(engine, name)
     is_far = name.endswith(", far")
-    settings = settings | {"pool": True} if name == "ours, pool" else settings
     more = {"server": {"host": "127.0.0.1"}} if is_far else {}
     tq.init({"backend": {"storage_backend": engine, engine: settings}, **more})
     client: Any = _far_client() if is_far else tq.get_client()
@@ -199,6 +197,20 @@ def _transfer_queue(engine: str, name: str) -> dict[str, Callable[[str], Any]]:
     return {"put": put, "get": get, "few": few, "verify": verify, "clear": clear, "end": lambda size: tq.close()}
 
 
+def _prepared(engine: str, name: str) -> dict[str, Any]:
+    """The settings of a system, and Ray in this process where it needs that."""
+    if name == "0.1.11":
+        import ray
+
+        ray.init(num_cpus=16, include_dashboard=False)
+        return _of_peer(engine)
+    if engine == "RayStore":
+        from bench.engines_raw import ray_here
+
+        ray_here()
+    return SETTINGS[engine] | {"ours, pool": {"pool": True}, "ours, durable": {"durable": True}}.get(name, {})
+
+
 def _profiles() -> dict[str, Any]:
     """TensorDicts of TransferQueue's complex shape and of images in dicts, and rows of 9 KB."""
     import torch
@@ -241,6 +253,8 @@ def _of_peer(engine: str) -> dict[str, Any]:
             "metastore_port": free_port(),
             "worker_args": "--shared_memory_size_mb 3072",
         }
+    if engine == "RayStore":
+        return {}
     return {"auto_init": True, "metadata_server": "P2PHANDSHAKE", "global_segment_size": 3 << 30,
             "master_server_address": f"127.0.0.1:{free_port()}"}  # fmt: skip
 

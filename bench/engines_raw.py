@@ -4,6 +4,7 @@ is there. The engine's memory belongs to another process, as it does with a serv
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -129,6 +130,39 @@ def _yuanrong(settings: dict[str, Any], sizes: Mapping[str, int], fields: int) -
     }  # fmt: skip
 
 
+def ray_here() -> None:
+    """A cluster of this process's own, as that of a job is which it is in."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else it writes a token into the home directory
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=3 << 30, log_to_driver=False,
+        configure_logging=False,
+    )  # fmt: skip
+
+
+def _ray(settings: dict[str, Any], sizes: Mapping[str, int], fields: int) -> Calls:
+    import ray
+
+    ray_here()
+    memory = _Sizes(sizes, fields)
+    held: dict[str, list[Any]] = {}
+
+    def put(size: str) -> None:
+        held[size] = [ray.put(array) for array in memory.source[size]]
+
+    def read(size: str, share: int) -> None:
+        for found, array in zip(ray.get(held[size]), memory.target[size], strict=True):
+            nbytes = array.nbytes // share
+            np.copyto(array[:nbytes], found[:nbytes])
+
+    return {
+        "put": put, "get": lambda size: read(size, 1), "few": lambda size: read(size, 4),
+        "verify": lambda size: memory.verify(size, lambda one: read(one, 1)), "clear": lambda size: held[size].clear(),
+        "end": lambda size: ray.shutdown(),
+    }  # fmt: skip
+
+
 RAW: dict[str, Callable[[dict[str, Any], Mapping[str, int], int], Calls]] = {
-    "MooncakeStore": _mooncake, "Yuanrong": _yuanrong,
+    "MooncakeStore": _mooncake, "Yuanrong": _yuanrong, "RayStore": _ray,
 }  # fmt: skip

@@ -188,10 +188,14 @@ import os, sys
 from ray.cluster_utils import Cluster
 head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 512 << 20}
 cluster = Cluster(initialize_head=True, head_node_args=head)
+nodes = [cluster.add_node(num_cpus=1, resources={SECOND: 8}, object_store_memory=256 << 20) for _ in range(OTHERS)]
 print("started", cluster.address, os.getpid(), flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("killed", flush=True)
 cluster.shutdown()
 """
+SECOND = "second"  # what nodes besides the head have, for actors that are to run there
 
 
 class RayRunning(Running):
@@ -199,16 +203,18 @@ class RayRunning(Running):
     What fails is the keeper of the service that runs there."""
 
     name = "RayStore"
+    others = 0  # nodes besides the head
     _leash: subprocess.Popen[str] | None = None
     _address, _pid = "", 0
 
     def __init__(self, directory: Path) -> None:
-        cls = RayRunning
+        cls = type(self)
         if cls._leash is None:
             # Its defaults write a token into the home directory, and give workers little of the processors.
             os.environ.update(RAY_AUTH_MODE="disabled", RAY_worker_niceness="0")
             # Not our child: Ray starts and ends workers as it likes, and they would count as leaks of a test.
-            command = ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", RAY_CLUSTER]
+            code = f"SECOND, OTHERS = {SECOND!r}, {cls.others}{RAY_CLUSTER}"
+            command = ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh", sys.executable, "-c", code]
             cls._leash = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
@@ -250,6 +256,24 @@ class RayRunning(Running):
             cluster = psutil.Process(cls._pid)
             leash.communicate()
             cluster.wait(WITHIN_S)
+
+
+class RayNodesRunning(RayRunning):
+    """With a second node, on this host, which has an object store of its own. Rows stay where they are written."""
+
+    others = 1
+
+    def settings(self) -> dict[str, Any]:
+        return {"address": self._address, "durable": False}
+
+    @classmethod
+    def kill_second(cls) -> None:
+        assert cls._leash is not None
+        assert cls._leash.stdin is not None
+        assert cls._leash.stdout is not None
+        cls._leash.stdin.write("kill\n")
+        cls._leash.stdin.flush()
+        assert cls._leash.stdout.readline().startswith("killed")
 
 
 def _title(process: psutil.Process) -> str:
