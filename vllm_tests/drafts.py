@@ -173,7 +173,7 @@ def _qwen3_next(seed: int, folder: Path) -> Folders:
     tensors = load_file(folder / "plain" / "model.safetensors")
     config = json.loads((folder / "plain" / "config.json").read_text())
     last = f"model.layers.{config['num_hidden_layers'] - 1}."
-    own = {name.replace(last, "mtp.layers.0."): one for name, one in tensors.items() if name.startswith(last)}
+    own = {name.replace(last, "mtp.layers.0."): one.clone() for name, one in tensors.items() if name.startswith(last)}
     for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
         own[f"mtp.{name}.weight"] = torch.ones(WIDTH)
     own["mtp.fc.weight"] = _random(seed, WIDTH, 2 * WIDTH)
