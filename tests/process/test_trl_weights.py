@@ -12,7 +12,7 @@ import torch
 from conftest import Child, until
 from safetensors.torch import save_file
 
-from transfer_queue.errors import Incomplete, NotOpen, ServiceUnavailable, ShapeMismatch
+from transfer_queue.errors import DeadlineExceeded, Incomplete, NotOpen, ServiceUnavailable, ShapeMismatch
 from transfer_queue.integrations import trl_weights
 from transfer_queue.integrations.trl_weights import TrlTransfer
 from transfer_queue.weights.http import WeightSyncClient
@@ -140,6 +140,31 @@ def test_a_server_that_still_loads_is_waited_for(
     assert not waiting.is_alive()
     transfer.send_weights(given(new_model()))
     assert asked(server)[:2] == ["1", "False"]
+    transfer.destroy()
+    server.say()
+    server.finish()
+
+
+def test_a_server_that_takes_calls_and_is_silent_while_it_loads_is_waited_for(
+    child: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trl_weights, "LOOK_S", 0.01)
+    monkeypatch.setattr(trl_weights, "ANSWER_S", 0.1)
+    caplog.set_level("INFO", trl_weights.log.name)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        client = WeightSyncClient(f"http://127.0.0.1:{port}", "token", timeout_s=1.0)
+        with pytest.raises(DeadlineExceeded):
+            TrlTransfer(client, deadline_s=0.1).init_weight_transfer()
+        caplog.clear()
+        transfer = TrlTransfer(client, deadline_s=60.0)
+        waiting = threading.Thread(target=transfer.init_weight_transfer)
+        waiting.start()
+        until(lambda: "do not answer yet" in caplog.text, "a look in vain")
+    server = child(SERVER.replace("PORT = 0", f"PORT = {port}"))
+    server.line()
+    waiting.join(20)
+    assert not waiting.is_alive()
     transfer.destroy()
     server.say()
     server.finish()

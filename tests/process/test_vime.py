@@ -247,6 +247,17 @@ def test_the_frameworks_function_makes_the_schedule(
     assert [one["global_batch_sizes"] for one in found] == [[2, 2]] * 2
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda ids: list(torch.tensor(ids))])
+def test_groups_are_told_apart_whatever_their_ids_come_as(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, kind: Callable[[list[int]], Any]
+) -> None:
+    vime_schedule.install(monkeypatch)
+    args.global_batch_size, args.micro_batch_size = None, 1
+    data = {**rollout(0), "rollout_ids": kind([row // 4 for row in range(ROWS)])}
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, data, train_parallel_config=vime_schedule.CONFIG)
+    assert fetched(args, 0, 0)[1].schedule["global_batch_sizes"] == [2]
+
+
 def test_rows_that_make_no_whole_step_are_dropped_as_vime_does(
     args: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

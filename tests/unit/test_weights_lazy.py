@@ -80,8 +80,28 @@ def doubled_bytes(w: torch.Tensor) -> torch.Tensor:
     return w.narrow(0, 4, 4).mul_(2).view(torch.int32)
 
 
+def changed_through_its_bytes(w: torch.Tensor) -> torch.Tensor:
+    part = w.narrow(0, 4, 4)
+    flat = part.view(torch.uint8)
+    flat ^= 0x80
+    flat[:, 1:3].split(1, dim=1)[1].fill_(9)
+    return part
+
+
+def doubled_in_a_list(w: torch.Tensor) -> torch.Tensor:
+    torch._foreach_mul_([w.narrow(0, 4, 2), w.narrow(0, 6, 2)], 2.0)
+    return w.narrow(0, 4, 4)
+
+
+def doubled_as_the_result(w: torch.Tensor) -> torch.Tensor:
+    part = w.narrow(0, 4, 4)
+    torch.mul(part, 2, out=part)
+    return part
+
+
 CHANGES: dict[str, Takes] = {
     "part": doubled_part, "view": doubled_through_a_view, "copy": written_into, "bytes": doubled_bytes,
+    "through bytes": changed_through_its_bytes, "list": doubled_in_a_list, "result": doubled_as_the_result,
 }  # fmt: skip
 
 

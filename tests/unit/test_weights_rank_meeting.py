@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from conftest import until
 
 from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
-from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
+from transfer_queue.weights import Control, ModuleSource, Receiver, Swap
 from transfer_queue.weights.transport import group_meeting, registry
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
@@ -117,38 +117,105 @@ class Cut(Control):
         return super().finish_weight_update(*args)
 
 
-@pytest.mark.parametrize("anchor_every", [1, 9])
-def test_a_rank_that_loses_rank_0_in_the_commit_gives_the_version_to_late_servers(anchor_every: int) -> None:
-    server, late, weights = Cut(), Cut(), [torch.ones(4), torch.ones(4)]
-    told = {"world": 2, "anchor_every": anchor_every}
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    told |= {"meet": f"tcp:127.0.0.1:{port}", "token": "only for this test"}
-    source = StateDictSource({"a": weights[0]})
-    trainer = registry.trainer("tcp").trainer_init({**told, "port": port}, client=server, source=source)
-    source = StateDictSource({"b": weights[1]})
-    holder = registry.trainer("tcp").trainer_init({**told, "rank": 1}, client=None, source=source)
+class Ranks:
+    """Rank 0 has `a`, rank 1 `b`, of four ones each."""
 
-    def send() -> BackgroundCall[Any]:
-        holding = BackgroundCall("tq-test", lambda: holder.send_weights(deadline_s=ROOM_S))
-        trainer.send_weights(deadline_s=ROOM_S)
-        assert holding.ended(ROOM_S)
-        return holding
+    def __init__(self, anchor_every: int = 1) -> None:
+        self.server, self.late = Cut(), Cut()
+        self.modules = [torch.nn.ParameterDict({name: torch.ones(4)}) for name in ("a", "b")]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        told = {
+            "world": 2,
+            "anchor_every": anchor_every,
+            "meet": f"tcp:127.0.0.1:{port}",
+            "token": "only for this test",
+        }
+        init, sources = registry.trainer("tcp").trainer_init, [ModuleSource(one) for one in self.modules]
+        self.trainer = init({**told, "port": port}, client=self.server, source=sources[0])
+        self.holder = init({**told, "rank": 1}, client=None, source=sources[1])
 
-    try:
-        server.cut = lambda: holder._link._peer.interrupt()
-        with pytest.raises(ServiceUnavailable):
-            send().outcome()
-        assert trainer.join(late, deadline_s=ROOM_S) == 1
-        assert late.module["b"].tolist() == [1.0] * 4
-        server.cut = Cut.cut
-        weights[1][0] = 2.0
-        for version in (2, 3):
-            assert send().outcome().version == version
-        assert server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
-    finally:
-        for one in (trainer, holder, server.engine, late.engine):
+    def send(self, deadline_s: float = ROOM_S) -> list[BackgroundCall[Any]]:
+        """What each rank does."""
+        both = [self.trainer, self.holder]
+        calls = [BackgroundCall("tq-test", lambda one=one: one.send_weights(deadline_s=deadline_s)) for one in both]
+        assert all(call.ended(2 * ROOM_S) for call in calls)
+        return calls
+
+    def close(self) -> None:
+        for one in (self.trainer, self.holder, self.server.engine, self.late.engine):
             one.shutdown()
+
+
+@pytest.fixture
+def start_ranks() -> Iterator[Callable[..., Ranks]]:
+    started: list[Ranks] = []
+
+    def start(**more: Any) -> Ranks:
+        started.append(Ranks(**more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.mark.parametrize("anchor_every", [1, 9])
+def test_a_rank_that_loses_rank_0_in_the_commit_gives_the_version_to_late_servers(
+    anchor_every: int, start_ranks: Callable[..., Ranks]
+) -> None:
+    ranks = start_ranks(anchor_every=anchor_every)
+    ranks.server.cut = lambda: ranks.holder._link._peer.interrupt()
+    leading, holding = ranks.send()
+    assert leading.outcome().version == 1
+    with pytest.raises(ServiceUnavailable):
+        holding.outcome()
+    assert ranks.trainer.join(ranks.late, deadline_s=ROOM_S) == 1
+    assert ranks.late.module["b"].tolist() == [1.0] * 4
+    ranks.server.cut = Cut.cut
+    ranks.modules[1]["b"].data[0] = 2.0
+    for version in (2, 3):
+        assert [call.outcome().version for call in ranks.send()] == [version] * 2
+    assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("anchor_every", [1, 9])
+def test_late_servers_are_given_a_version_whose_commit_failed_once_it_was_decided(
+    anchor_every: int, start_ranks: Callable[..., Ranks]
+) -> None:
+    ranks = start_ranks(anchor_every=anchor_every)
+    ranks.send()
+
+    def killed() -> None:
+        raise ServiceUnavailable("the server was killed")
+
+    ranks.server.cut = killed
+    ranks.modules[1]["b"].data[0] = 2.0
+    for call in ranks.send():
+        with pytest.raises(ServiceUnavailable, match="was killed"):
+            call.outcome()
+    assert ranks.trainer.join(ranks.late, deadline_s=ROOM_S) == 2
+    assert ranks.late.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+    ranks.server.cut = Cut.cut
+    assert [call.outcome().version for call in ranks.send()] == [3, 3]
+    assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("faulty", [[0], [1], [0, 1]])
+def test_all_ranks_are_told_at_once_that_the_module_of_one_has_other_tensors(
+    faulty: list[int], start_ranks: Callable[..., Ranks]
+) -> None:
+    ranks = start_ranks()
+    ranks.send()
+    for rank in faulty:
+        ranks.modules[rank].register_buffer("extra", torch.zeros(1))
+    for rank, call in enumerate(ranks.send(deadline_s=10 * ROOM_S)):
+        with pytest.raises(InvalidInput, match="got 'extra'") as raised:
+            call.outcome()
+        assert str(raised.value).startswith("rank 1:") == (rank not in faulty and faulty == [1])
+    for rank in faulty:
+        del ranks.modules[rank].extra
+    assert [call.outcome().version for call in ranks.send()] == [2, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

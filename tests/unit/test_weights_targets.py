@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -240,6 +240,24 @@ def _assert_newest(receiver: Receiver) -> None:
     with receiver.reading() as found:
         assert found.tag.version == receiver.installed().version
     install(receiver, full(drawn(Net(), 3), 3))
+
+
+def test_generators_of_one_thread_that_have_contexts_of_their_own_do_not_see_each_others_version() -> None:
+    receiver = Receiver(Flip(Net(), Net()))
+
+    def request() -> Iterator[int | None]:
+        with receiver.reading() as live:
+            yield live.tag.version
+            yield live.tag.version
+
+    running, found = [], []
+    for number in (1, 2):
+        install(receiver, full(drawn(Net(), number), number))
+        context, generator = contextvars.copy_context(), request()
+        running.append((context, generator))
+        found.append(context.run(next, generator))
+    assert found == [1, 2]
+    assert [context.run(next, generator) for context, generator in running] == [1, 2]
 
 
 def test_flip_wants_two_alike_and_apart() -> None:

@@ -14,19 +14,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from transfer_queue.errors import Incomplete, NotOpen, ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, Incomplete, NotOpen, ServiceUnavailable
 from transfer_queue.integrations.refit import Named, read_along
 from transfer_queue.integrations.workers.headers import HEAD
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.clients import takes_owner
-from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.weights.version.sources import TensorMeta, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 DEADLINE_S = 600.0
 LOOK_S = 2.0  # between two looks whether servers answer
+ANSWER_S = 30.0  # a look is given up then: a call that came while they load may never be answered
 
 
 class TrlTransfer:
@@ -58,14 +59,15 @@ class TrlTransfer:
         self._run_id = ""  # of the trainer that was there last: its are the pauses
 
     def init_weight_transfer(self) -> None:
-        """Wait until all servers answer, for `deadline_s` at most: one that loads its model does not. They meet the
-        trainer in the first sync. Raises `ServiceUnavailable`."""
+        """Wait until all servers answer, for `deadline_s` at most: one that loads its model does not, or takes the call
+        and is silent. They meet the trainer in the first sync. Raises `ServiceUnavailable` or `DeadlineExceeded`."""
         give_up = time.monotonic() + self._deadline_s
         while True:
             try:
-                self._client.silent_workers()
+                left_s = max(0.0, give_up - time.monotonic())
+                TimedCall(self._client.silent_workers).result(Deadline(min(left_s, ANSWER_S)), "an answer")
                 break
-            except ServiceUnavailable as error:
+            except (ServiceUnavailable, DeadlineExceeded) as error:
                 if time.monotonic() + LOOK_S > give_up:
                     raise
                 log.info("the inference servers do not answer yet: %s", error)

@@ -23,7 +23,7 @@ def made_schedule(args: Namespace, train_data: Mapping[str, Any], config: Mappin
     cannot be dealt, `NotSupported` where neither framework, or another version of it, is installed."""
     build, argument = _build_dp_schedule()
     name = next((one for one in KEPT_TOGETHER.values() if one in train_data), "sample_indices")  # as they fall back
-    ids = train_data[name]
+    ids = [one.item() if hasattr(one, "item") else one for one in train_data[name]]  # tensors hash by identity
     global_batch_size = getattr(args, "global_batch_size", None) or len(set(ids))
     try:
         partitions, micro_batch_indices, num_microbatches, global_batch_sizes = build(

@@ -8,12 +8,13 @@ loader may use whatever it likes, and one that computes before it copies just ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.errors import NotSupported
 from transfer_queue.weights.receive.targets import Metas
 from transfer_queue.weights.version.boxes import Box, box_of_view, lies_in, strides_within, whole
 from transfer_queue.weights.version.pieces import Pieces
@@ -34,23 +35,39 @@ class Taking(Protocol):
         """A loader is about to write into this tensor, whose views see that; nobody else does."""
 
 
+class Cast(NamedTuple):
+    """A view of other elements than the tensor's, or of such a view."""
+
+    func: Any
+    args: tuple[Any, ...]
+    more: Mapping[str, Any]
+    at: int | None  # of several
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        made = self.func(data, *self.args, **self.more)
+        found: torch.Tensor = made if self.at is None else made[self.at]
+        return found
+
+
 class Lazy(torch.Tensor):
     """A tensor of the checkpoint, or a view of one. `take` is called when something needs its data."""
 
     _name: str
-    _view: torch.Tensor  # on meta
+    _view: torch.Tensor  # on meta, of the tensor's own elements
+    _casts: tuple[Cast, ...]  # what is seen of that: its bytes are no box of the tensor
     _take: Taking
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, name: str, view: torch.Tensor, take: Taking) -> Lazy:
+    def __new__(cls, name: str, view: torch.Tensor, take: Taking, casts: tuple[Cast, ...] = ()) -> Lazy:
         make: Any = torch.Tensor._make_wrapper_subclass
+        seen = _cast(view, casts)
         self: Lazy = make(
-            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype,
+            cls, seen.shape, strides=seen.stride(), storage_offset=seen.storage_offset(), dtype=seen.dtype,
             device="cpu", requires_grad=False,
         )  # fmt: skip
-        self._name, self._view, self._take = name, view, take
+        self._name, self._view, self._take, self._casts = name, view, take, casts
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -60,34 +77,61 @@ class Lazy(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first: Any = args[0] if args else None
         if getattr(func, "is_view", False) and isinstance(first, Lazy):
-            made = func(first._view, *args[1:], **(kwargs or {}))
-            if isinstance(made, (list, tuple)):
-                return [first._at(one) for one in made]
-            if made.dtype == first.dtype:  # else a view of the bytes, which no box of the tensor is
-                return first._at(made)
+            return first._viewed(func, args[1:], kwargs or {})
         if func is aten.copy_.default and isinstance(args[1], Lazy) and not isinstance(first, Lazy):
             return _copied(func, first, args[1])
         if func is aten._local_scalar_dense.default and isinstance(first, Lazy):
             found = first._data()
             return 0 if found.is_meta else func(found)
-        if isinstance(first, Lazy) and first.numel() and func._schema.is_mutable:
-            first._take.changing(first._name)
+        for written in _written(func, args, kwargs or {}):
+            written._take.changing(written._name)
         tree_map: Any = torch.utils._pytree.tree_map
         given = tree_map(lambda one: one._data() if isinstance(one, Lazy) else one, (args, kwargs or {}))
         return func(*given[0], **given[1])
 
-    def _at(self, view: torch.Tensor) -> Lazy:
-        return Lazy(self._name, view, self._take)
+    def _viewed(self, func: Any, args: tuple[Any, ...], more: Mapping[str, Any]) -> Any:
+        if self._casts and func is aten.as_strided.default:  # the data may lie otherwise
+            raise NotSupported(f"a loader takes elements of {self._name!r} as another dtype, by strides")
+        made = func(self._seen(), *args, **more)
+        several = isinstance(made, (list, tuple))
+        views = list(made) if several else [made]
+        if self._casts or any(one.dtype != self.dtype for one in views):
+            casts = [Cast(func, args, more, at if several else None) for at in range(len(views))]
+            found = [Lazy(self._name, self._view, self._take, (*self._casts, one)) for one in casts]
+        else:
+            found = [Lazy(self._name, one, self._take) for one in views]
+        return found if several else found[0]
+
+    def _seen(self) -> torch.Tensor:
+        return _cast(self._view, self._casts)
 
     def _data(self) -> torch.Tensor:
-        return self._take(self._name, self._view)
+        return _cast(self._take(self._name, self._view), self._casts)
+
+
+def _cast(data: torch.Tensor, casts: Iterable[Cast]) -> torch.Tensor:
+    for cast in casts:
+        data = cast.of(data)
+    return data
+
+
+def _written(func: Any, args: Sequence[Any], more: Mapping[str, Any]) -> Iterator[Lazy]:
+    """What this operator changes in place, also in lists."""
+    if not func._schema.is_mutable:
+        return
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[at] if at < len(args) else more.get(argument.name)
+            for one in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(one, Lazy) and one.numel():
+                    yield one
 
 
 def _copied(func: Any, into: torch.Tensor, source: Lazy) -> torch.Tensor:
     """A rehearsal writes nothing: a twin may have tensors with memory, some of them the live model's."""
     if into.is_meta:
         source._take.counted(source._name, source._view)
-        func(into, source._view)
+        func(into, source._seen())
         return into
     found = source._data()
     if not found.is_meta:

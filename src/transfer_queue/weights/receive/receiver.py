@@ -254,7 +254,8 @@ class Receiver:
         """For a forward pass: the module and its `VersionInfo` (`tag`), which does not change within. May be nested.
 
         Not to be held over an `await`: all tasks of a loop are one thread, which may enter again while a commit waits,
-        so that tasks that overlap never let it in.
+        so that tasks that overlap never let it in. Nor over a `yield` in one of several generators of a thread: what
+        is entered meanwhile sees the version of the first, as if nested.
 
         `CommitFailed` while the receiver is dirty; `DeadlineExceeded` when a commit takes longer than `timeout_s`.
         """

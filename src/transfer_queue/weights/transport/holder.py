@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from transfer_queue.errors import InvalidInput, StaleBase, TransferQueueError
+from transfer_queue.errors import InvalidInput, StaleBase, TransferQueueError, error_from_code
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -18,6 +19,7 @@ from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
     GIVE_WHOLE,
+    DecidedUpdate,
     Planned,
     RankFault,
     RankLink,
@@ -155,7 +157,7 @@ class Holder:
                 self._ticket = ticket.start(lambda: self._serve(draft, deadline))
             except RuntimeError as error:  # no thread is to be had, and the others are waiting
                 self.store.withdraw(draft.sealed.key)
-                self._tell(draft.turn, as_typed(error), deadline)
+                self._tell(draft.turn, RankFault.of(as_typed(error)), deadline)
                 raise
             return self._ticket
 
@@ -167,7 +169,8 @@ class Holder:
     @system_faults()
     def _pack(self, version: int | None, deadline: Deadline, *, full: bool) -> HeldDraft:
         version = None if version is None else checked_version(version)
-        table = table_of(self._source)
+        with self._telling(lambda fault: self._offer_fault(fault, deadline)):
+            table = table_of(self._source)
         key = table.key
         self._link.meet(deadline.left())
         base = self._base
@@ -178,12 +181,9 @@ class Holder:
         planned = msgspec.json.decode(self._link.bring("offer", "", msgspec.json.encode(offer), deadline), type=Planned)
         self._link.known = key
         self._find_out(planned.newest)
-        try:
+        with self._telling(lambda fault: self._tell(planned.turn, fault, deadline)):
             planned.plan.check(len(table))
             anchor, packed, changes = self._read(table, planned)
-        except Exception as error:  # the others are waiting
-            self._tell(planned.turn, as_typed(error), deadline)
-            raise
         body = self._link.bring("packed", planned.turn, msgspec.json.encode(packed), deadline)
         sealed = msgspec.json.decode(body, type=Sealed)
         self.store.add(sealed.key, sealed.first, anchor.buckets if changes is None else changes.buckets)
@@ -203,14 +203,18 @@ class Holder:
     def _serve(self, draft: HeldDraft, deadline: Deadline) -> SyncReport:
         """Have it fetched until the update has ended."""
         self._unsure = draft
-        report = self._link.bring("served", draft.turn, b"", deadline)
-        if report == GIVE_WHOLE:
+        told = self._link.bring("served", draft.turn, b"", deadline)
+        if told == GIVE_WHOLE:
             self._follow(draft)
             draft = self._unsure = draft._replace(changes=None)
-            report = self._link.bring("served", draft.turn, b"", deadline)
+            told = self._link.bring("served", draft.turn, b"", deadline)
         self._unsure = None
         self._keep(draft)
-        return msgspec.json.decode(report, type=SyncReport)
+        decided = msgspec.json.decode(told, type=DecidedUpdate)
+        if decided.report is None:
+            assert decided.fault is not None
+            raise error_from_code(decided.fault.code, decided.fault.text)
+        return decided.report
 
     def _keep(self, draft: HeldDraft) -> None:
         """It was decided."""
@@ -245,12 +249,25 @@ class Holder:
         self.store.add(sealed.whole_key, sealed.whole_first, draft.anchor.buckets)
         self._base = HeldBase(draft.anchor, sealed.whole_key, sealed.whole_first)
 
-    def _tell(self, turn: str, error: TransferQueueError, deadline: Deadline) -> None:
-        fault = msgspec.json.encode(RankFault.of(error))
+    @contextmanager
+    def _telling(self, tell: Callable[[RankFault], None]) -> Iterator[None]:
+        """What ends this rank's part within: the others are waiting."""
         try:
-            self._link.bring("failed", turn, fault, deadline)
+            yield
+        except Exception as error:
+            tell(RankFault.of(as_typed(error)))
+            raise
+
+    def _tell(self, turn: str, fault: RankFault, deadline: Deadline) -> None:
+        try:
+            self._link.bring("failed", turn, msgspec.json.encode(fault), deadline)
         except TransferQueueError:
             self._link.close()  # says it too
+
+    def _offer_fault(self, fault: RankFault, deadline: Deadline) -> None:
+        """This rank does not know the turn yet. Returns once rank 0 has ended the update with this."""
+        with suppress(TransferQueueError):
+            self._link.bring("offer", "", msgspec.json.encode(RankOffer(fault=fault)), deadline)
 
     @property
     def num_served_nbytes(self) -> int:

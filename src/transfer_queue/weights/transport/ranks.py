@@ -4,10 +4,11 @@ In an update every rank brings something to rank 0 three times, and waits for wh
 
     offer    its shards                  ->  the version's number, and where each cell is to lie
     packed   digests of what it packed   ->  the manifest's key, once it is made
-    served   (it may be fetched)         ->  the report of the update
+    served   (it may be fetched)         ->  the report of the update, or what came after it was decided
 
 Where all ranks have the version before, packed alike, only what differs from it is packed. If receivers turn out to
-lack that version, ranks are told `GIVE_WHOLE` in place of a report, and come to `served` once more.
+lack that version, ranks are told `GIVE_WHOLE` in place of a report, and come to `served` once more. An error in an
+update that was decided is told as a `DecidedUpdate`: late receivers are given that version, by all ranks.
 
 Connections are ours, with deadlines, no process group: of a rank that is dead, or late, all others are told in time.
 """
@@ -35,27 +36,40 @@ from transfer_queue.structs import decodable
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import cut_text
+from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.version.plans import ShardPlan
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import at_most
 
 MAX_NBYTES = 1 << 30  # of a table, or a plan
-GIVE_WHOLE = b""  # in place of a report
+GIVE_WHOLE = b""  # in place of an outcome
 LEFT = "rank 0 has left"
 BEYOND_S = 1.0  # that a rank waits longer than it says: for the reason
 
 
 @decodable
+class RankFault(msgspec.Struct, frozen=True):
+    code: str
+    text: str
+
+    @staticmethod
+    def of(error: TransferQueueError) -> RankFault:
+        return RankFault(error.code, cut_text(str(error)))
+
+
+@decodable
 class RankOffer(msgspec.Struct, frozen=True):
     """What a rank comes with. `table` is left out when it is the one that was sent over this connection before. `base`:
-    the manifest's key of the version that it could pack differences to."""
+    the manifest's key of the version that it could pack differences to. `fault`: why it cannot take part, in place of
+    all of this."""
 
-    version: int | None
-    address: str
-    key: str
+    version: int | None = None
+    address: str = ""
+    key: str = ""
     table: ShardTable | None = None
     base: str = ""
+    fault: RankFault | None = None
 
 
 @decodable
@@ -82,13 +96,11 @@ class Sealed(msgspec.Struct, frozen=True):
 
 
 @decodable
-class RankFault(msgspec.Struct, frozen=True):
-    code: str
-    text: str
+class DecidedUpdate(msgspec.Struct, frozen=True):
+    """How an update ended whose version late receivers are given."""
 
-    @staticmethod
-    def of(error: TransferQueueError) -> RankFault:
-        return RankFault(error.code, cut_text(str(error)))
+    report: SyncReport | None = None
+    fault: RankFault | None = None
 
 
 class _Brought:

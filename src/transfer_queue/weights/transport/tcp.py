@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError
+from transfer_queue.errors import DigestMismatch, InvalidInput, TransferQueueError, error_from_code
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.base import Engine
@@ -33,7 +33,9 @@ from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncR
 from transfer_queue.weights.transport.ranks import (
     BEYOND_S,
     GIVE_WHOLE,
+    DecidedUpdate,
     Planned,
+    RankFault,
     RankMeeting,
     RankOffer,
     Sealed,
@@ -136,6 +138,7 @@ class TcpTrainer(TrainerEngine):
         self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
         self._ranks = RankMeeting(info.world) if info.world > 1 else None
         self._in_turn |= self._ranks is not None
+        self._led: tuple[str, ...] = ()  # the keys of what several ranks are giving
         self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
         listening, self.address = listen_tcp(info.host, info.port)
@@ -198,9 +201,16 @@ class TcpTrainer(TrainerEngine):
     def _conclude(self, outcome: SyncReport | TransferQueueError) -> None:
         if self._ranks is None:
             return
-        if isinstance(outcome, SyncReport):
-            self._ranks.answer([msgspec.json.encode(outcome)] * (self.info.world - 1))
-        self._ranks.end(outcome if isinstance(outcome, TransferQueueError) else None)
+        error = outcome if isinstance(outcome, TransferQueueError) else None
+        led, self._led = self._led, ()
+        if error is None or ("" in self._newest and key_of(self._newest[""]) in led):
+            told = (
+                DecidedUpdate(outcome)
+                if isinstance(outcome, SyncReport)
+                else DecidedUpdate(fault=RankFault.of(outcome))
+            )
+            self._ranks.answer([msgspec.json.encode(told)] * (self.info.world - 1))
+        self._ranks.end(error)
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         manifest = self._stored(draft, deadline)
@@ -263,10 +273,12 @@ class TcpTrainer(TrainerEngine):
         """Lead the ranks through `ranks`' steps until all of them have what they give where it can be fetched."""
         ranks.begin()
         offers = [msgspec.json.decode(body, type=RankOffer) for body in ranks.gather("offer", deadline)]
+        mine = table_of(draft.source)
         for rank, offer in enumerate(offers, 1):
+            if offer.fault is not None:
+                raise error_from_code(offer.fault.code, f"rank {rank}: {offer.fault.text}")
             if offer.version not in (None, draft.version):
                 raise InvalidInput(f"rank {rank} sends version {offer.version}, rank 0 {draft.version}")
-        mine = table_of(draft.source)
         tables = [mine, *(ranks.table(rank, offer) for rank, offer in enumerate(offers, 1))]
         plans = self._planned(tables)
         base = "" if draft.base is None else key_of(draft.base.manifest)
@@ -282,7 +294,7 @@ class TcpTrainer(TrainerEngine):
         manifest = draft.seal_cells(tables, plans, packed)
         assert draft.whole is not None
         firsts = zip(_firsts(manifest, len(plans)), _firsts(draft.whole, len(plans)), strict=True)
-        keys = key_of(manifest), key_of(draft.whole)
+        keys = self._led = key_of(manifest), key_of(draft.whole)
         ranks.answer([msgspec.json.encode(Sealed(keys[0], first, keys[1], whole)) for first, whole in list(firsts)[1:]])
         ranks.gather("served", deadline)
         self._holders = [self.address, *(offer.address for offer in offers)]
