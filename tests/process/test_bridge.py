@@ -225,6 +225,17 @@ def test_a_step_without_room_leaves_nothing(start_host: Callable[..., Host]) -> 
     assert client.get_partition_list() == []
 
 
+def test_a_step_that_was_declared_alone_was_dealt_to_nobody(
+    bridge: RolloutBridge, shared: tq.TransferQueueClient, step: str
+) -> None:
+    """So does a put that finds no room for its columns."""
+    shared.set_partition(step, size=3, metadata={"dp_size": 2})
+    with pytest.raises(DeadlineExceeded):
+        bridge.fetch(step, "actor", 0, 3, timeout_s=0.05)
+    with pytest.raises(InvalidInput, match="metadata: expected a dict"):
+        bridge.put(step, rollout(), metadata=[1])  # type: ignore[arg-type]
+
+
 def test_ranks_on_another_host(start_host: Callable[..., Host]) -> None:
     head = start_host()
     other = start_host(head.tcp)
@@ -304,6 +315,8 @@ BAD_SCHEDULES = {
     "another number of micro-batches": Schedule(
         partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]], num_microbatches=[1]
     ),
+    "a name of the schedule's own": Schedule(partitions=[[0, 1, 2]], extra={"partition": "mine"}),
+    "a name of the bridge's own": Schedule(partitions=[[0, 1, 2]], extra={"columns": 5}),
     "more micro-batches for one rank": Schedule(partitions=[[0], [1, 2]], micro_batch_indices=[[[0]], [[0], [1]]]),
 }
 

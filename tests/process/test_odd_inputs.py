@@ -183,6 +183,28 @@ def test_a_tag_that_is_nested_too_deep_is_refused_by_name(part: str, wrap: Any) 
     assert list(tq.kv_list(part)[part]) == ["a"]
 
 
+def further_down(depth: int, call: Any) -> Any:
+    return further_down(depth - 1, call) if depth else call()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one: frozenset([one]), lambda one: collections.deque([one]), lambda one: collections.OrderedDict(a=one),
+        lambda one: {1: one}, lambda one: Pair(one, "b"), Point,
+    ],
+)  # fmt: skip
+def test_all_that_is_nested_in_a_tag_counts_and_is_read_further_down_in_a_stack(part: str, wrap: Any) -> None:
+    value: Any = 1
+    for _ in range(64):
+        value = wrap(value)
+    tq.kv_put("a", part, tag={"deep": value})
+    told = further_down(300, lambda: dict(tq.kv_list(part)[part]["a"]))
+    assert told == {"deep": value} or type(value) is Point, "a class of this file may come back described"
+    with pytest.raises(InvalidInput, match=r"name 'deep': .*64 deep"):
+        tq.kv_put("b", part, tag={"deep": wrap(value)})
+
+
 def test_a_tag_that_holds_itself_is_refused(part: str) -> None:
     itself: list[Any] = []
     itself.append(itself)

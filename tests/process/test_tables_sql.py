@@ -72,14 +72,14 @@ def test_only_the_columns_that_a_query_needs_are_read(train: str, fields_read: l
         ("select columns('tag_.*') from {} limit 1", 1), ("select #6 from {} limit 1", 1),
         ("select a.tag_step from {} a join {} b using (tag_step) where a.key = 'k2'", 1),
         ("select a.tag_step from {} a natural join {} b where a.key = 'k2'", 1),
-        ("select count(*) from {} having max(TAG_step) = 3", 1), ("describe {}", 6),
+        ("select count(*) from {} having max(TAG_step) = 3", 1), ("describe {}", 6), ("show {}", 6),
         ("with t as (select tag_step as s from {}) select s from t where s = 2", 1),
     ],
 )  # fmt: skip
 def test_tags_are_there_however_they_are_meant(train: str, query: str, expected: int) -> None:
     found = tq.sql(query.replace("{}", f'"{train}"'))
     assert found.num_rows >= 1
-    assert found.num_columns == expected or query.startswith("describe")
+    assert found.num_columns == expected or query.startswith(("describe", "show"))
     if query.startswith("select {}"):
         assert found.column(0)[0].as_py()["tag_step"] in range(4)
 
@@ -217,6 +217,10 @@ def test_json_has_numbers_for_decimals(train: str) -> None:
     query = f'select sum(global_index) - sum(global_index) + 7 as a, 1.5 as b, [2.25] as c from "{train}"'
     assert type(tq.sql(query).column("a")[0].as_py()) is Decimal
     assert json.loads(command("sql", query, "--json").stdout) == [{"a": 7, "b": 1.5, "c": [2.25]}]
+    long = "12345678901234567.89"
+    query = f"select {long}::decimal(38,2) as a, [{long}::decimal(38,2)] as b, {{'k': -0.5::decimal(2,1)}} as c"
+    told = json.loads(command("sql", query, "--json").stdout, parse_float=Decimal)
+    assert told == [{"a": Decimal(long), "b": [Decimal(long)], "c": {"k": Decimal("-0.5")}}]
 
 
 def test_csv_on_a_terminal_has_nothing_that_acts_on_it(train: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns
-from transfer_queue.bridge.schedule import Schedule
+from transfer_queue.bridge.schedule import COLUMNS, Schedule
 from transfer_queue.bridge.schema import MARKER, RolloutSchema
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.describing import batch_meta
@@ -27,7 +28,6 @@ from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaViolatio
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
-COLUMNS = "columns"  # in a marker: the columns that the batch had
 DP_SIZE = "dp_size"  # in the metadata of a step
 
 
@@ -95,12 +95,14 @@ class RolloutBridge:
         rows. `metadata`: of the partition (`set_partition`); `dp_size` in it is the bridge's.
 
         A column is a list, tensor or array with one item for each row; a list of arrays becomes one ragged column. All
-        is converted and checked before anything is stored, and all ranks get theirs in one step of the service, as it
+        is converted and checked before a row is stored, and all ranks get theirs in one step of the service, as it
         ends; a writer that is killed before leaves nothing to any. Of several that put one step at once, one does.
         Waits for room. Raises `SchemaViolation` (a ValueError), which names row and field, `InvalidInput` for a
         schedule that is none, arguments that say another one, and a step that is there already, `StoreFull`; no row of
-        this call is there then.
+        this call is there then, though the partition may be, with the size and `metadata` that were told.
         """
+        if not isinstance(metadata, (Mapping, NoneType)):
+            raise InvalidInput(f"metadata: expected a dict or None, got {type(metadata).__qualname__}")
         if DP_SIZE in (metadata or {}):
             raise InvalidInput(f"metadata: {DP_SIZE!r} is what the bridge says itself")
         if isinstance(batch, Prepared) and schedule is not None:
@@ -202,7 +204,9 @@ class RolloutBridge:
     def _check_ranks(self, partition_id: str, dp_rank: int, dp_size: int) -> None:
         """`InvalidInput` where a step was dealt to another number of ranks than somebody waited for."""
         there = self.client.get_partition(partition_id)
-        told = dp_size if there is None else there["metadata"].get(DP_SIZE, dp_size)
+        told = dp_size
+        if there is not None and there["rows"]:  # a put that found no room leaves what it had told, and no rows
+            told = there["metadata"].get(DP_SIZE, dp_size)
         if told != dp_size or not 0 <= dp_rank < dp_size:
             raise InvalidInput(
                 f"partition {partition_id!r} was dealt to {told} ranks: there is no {dp_rank} of {dp_size}"

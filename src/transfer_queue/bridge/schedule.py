@@ -9,6 +9,9 @@ from typing import Any
 
 from transfer_queue.errors import InvalidInput
 
+COLUMNS = "columns"  # what is sent with it: the columns that the batch had
+OWN = ("dp_size", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", COLUMNS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -20,7 +23,7 @@ class Schedule:
     `micro_batch_indices`: for each rank, positions in its part for each micro-batch, as many as for any other rank.
     `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: of each training step over
     all ranks, in what the framework counts: rows, or rollouts of several rows each.
-    `extra`: plain data that is sent along.
+    `extra`: plain data that is sent along, under other names than `of_rank` and the bridge's `columns` have.
     """
 
     partitions: Sequence[Sequence[int]]
@@ -44,7 +47,10 @@ class Schedule:
 
     def check(self, rows: int) -> None:
         """Raises `InvalidInput` unless each of `rows` rows is one rank's, or dropped, and the micro-batches of a rank
-        have each of its rows once."""
+        have each of its rows once, or where `extra` has a name that says another thing to a rank."""
+        taken = [name for name in self.extra if name in OWN]
+        if taken:
+            raise InvalidInput(f"extra: {taken} are what the schedule says itself to a rank")
         parts = [list(part) for part in self.partitions]
         if not parts or not all(parts):
             raise InvalidInput(f"{len(parts)} ranks for {rows} rows: every rank trains on one at least")

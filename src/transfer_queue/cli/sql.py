@@ -58,8 +58,7 @@ def _print_json(found: Any) -> None:
     names = _distinct(found.schema.names)
     separator = "["
     for row in _rows(found):
-        told = {name: _plain(value) for name, value in zip(names, row, strict=True)}
-        print(separator + json.dumps(told, allow_nan=False), end="")
+        print(separator + _json(dict(zip(names, row, strict=True))), end="")
         separator = ",\n "
     print("[]" if separator == "[" else "]")
 
@@ -76,19 +75,19 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it."""
+def _json(value: Any) -> str:
+    """A decimal has all of its digits, which a float may not have."""
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, float):
-        return value if value - value == 0 else None
+        return str(int(value)) if value == value.to_integral_value() else format(value, "f")
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return f"[{', '.join(map(_json, value))}]"
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return "{" + ", ".join(f"{json.dumps(str(name))}: {_json(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, float):
+        return json.dumps(value if value - value == 0 else None)
     if isinstance(value, bytes):
-        return value.hex()
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        return json.dumps(value.hex())
+    return json.dumps(value if value is None or isinstance(value, (bool, int, str)) else str(value))
 
 
 def _print_csv(found: Any) -> None:
@@ -102,11 +101,9 @@ def _print_csv(found: Any) -> None:
 
 def _text(value: Any) -> str:
     """A number or a text as it is, lists and structs as JSON."""
-    return (
-        json.dumps(_plain(value))
-        if isinstance(value, (list, dict))
-        else str(_plain(value) if isinstance(value, bytes) else value)
-    )
+    if isinstance(value, (list, dict)):
+        return _json(value)
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _print_table(found: Any) -> None:

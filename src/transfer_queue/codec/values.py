@@ -19,7 +19,8 @@ import sys
 import traceback
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -244,6 +245,44 @@ _RULES: dict[type, Callable[[Lowering, Any], Any]] = {
     defaultdict: _default,
     Counter: lambda low, v: low.ext(COUNTER, [[key, item] for key, item in v.items()]),
 }
+
+
+_SEQUENCES, _MAPPINGS = {list, tuple, set, frozenset, deque}, {dict, OrderedDict, defaultdict, Counter}
+
+
+def is_too_deep(value: Any, most: int) -> bool:
+    """Whether values are nested more than `most` deep in this one, of all types that are taken apart to be stored: each
+    takes some of the stack of whoever decodes it."""
+    level = _parts_of_each([value])
+    for _ in range(most):
+        if not level:
+            return False
+        level = _parts_of_each(chain.from_iterable(level))
+    return bool(level)
+
+
+def _parts_of_each(values: Iterable[Any]) -> list[Iterable[Any]]:
+    """Each value once: one may be in many places, or in itself."""
+    distinct = {id(one): one for one in values if type(one) not in _ATOMS}
+    return [parts for one in distinct.values() if (parts := _parts(one)) is not None]
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """The values that are decoded inside of it, None where it has none."""
+    kind: Any = type(value)
+    if kind in _SEQUENCES:
+        return value
+    if kind in _MAPPINGS:
+        return chain(value, value.values())
+    registration = registered(kind)
+    if registration is not None and registration.to_plain is not None:
+        return (registration.to_plain(value),)
+    fields = classes.kind_of(kind)
+    if fields == classes.NAMEDTUPLE:
+        return value
+    if fields == classes.DATACLASS:
+        return [item for _, item in classes.fields_of(value, fields, lambda one: one)]
+    return None
 
 
 ARRAY_HEADER = struct.Struct(">BI")  # msgpack's array 32

@@ -70,7 +70,7 @@ class Named:
                 self.is_all = False
             if node.get("show_type") == "SHOW_SPECIAL":  # of tables or databases, and none are here yet
                 raise InvalidInput("SQL: a partition is a table once a query names it; `tq ls` lists them")
-            if kind == "BASE_TABLE":
+            if kind == "BASE_TABLE" or (kind == "SHOW_REF" and node["table_name"]):
                 self.tables.add(str(node["table_name"]))
             elif node.get("class") == "COLUMN_REF":
                 self.columns.add(str(node["column_names"][-1]).casefold())

@@ -14,7 +14,7 @@ from transfer_queue.client.effects import Call, Notify, Offload, Operation, Toge
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.values import Lowering
+from transfer_queue.codec.values import Lowering, is_too_deep
 from transfer_queue.errors import InvalidInput, StoreFull, UnsupportedValue
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.schema import FieldSchema
@@ -184,8 +184,8 @@ def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
         if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
             out[key] = value
             continue
-        if m.is_too_deep((value,)):
-            text = f"lists and dicts in each other, more than {m.MAX_NESTING} deep"
+        if is_too_deep(value, m.MAX_NESTING):
+            text = f"lists, dicts and others in each other, more than {m.MAX_NESTING} deep"
             raise InvalidInput(f"tag {row}, name {key!r}: {text}; put such a value into a field")
         try:
             out[key] = _TAG_VALUES.lower(value.item() if isinstance(value, _NUMBERS) else value)
