@@ -262,12 +262,13 @@ class Fetching:
             self._rows_consumed(table, task)
 
     def mark(self, message: MarkStep, session: bytes) -> Reply:
-        """What was used of a step is acknowledged, and the step is marked; or neither."""
+        """What was used of a step is acknowledged, and the step is marked; or neither. Of a batch, as of one that a
+        stream goes on from, rows that it refused itself are left out."""
         self.steps.check_mark(message)
+        for lease, _ in message.used:
+            self.leases.check(lease, None)
         for lease, rows in message.used:
-            self.leases.check(lease, rows)
-        for lease, rows in message.used:
-            self.leases.handle(Ack(message.rid, lease, rows), session)
+            self.leases.handle(Ack(message.rid, lease, rows, but_returned=True), session)
         return self.steps.mark(message)
 
     def declare(self, table: Table, message: m.SetPartition) -> None:
