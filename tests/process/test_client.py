@@ -221,6 +221,12 @@ def test_fields_are_named_by_a_list(shared: tq.TransferQueueClient, part: str) -
         shared.get_meta("tokens", 2, part, task_name="t")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="a list of names"):
         shared.take(part, "tokens", 2, "t")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="a list of names"):
+        tq.stream(part, "tokens", task="t", batch_size=2)
+    with pytest.raises(InvalidInput, match="a list of names"):
+        tq.async_stream(part, "tokens", task="t", batch_size=2)
+    with pytest.raises(InvalidInput, match="a list of names"):
+        tq.StreamingDataset(None, 2, 2, "tokens", part, "t")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["tokenz", "text"])

@@ -54,6 +54,11 @@ def made(pool: GroupPool, number: int, size: int = 2, **more: Any) -> None:
         answer(pool, attempt)
 
 
+def test_fields_of_groups_are_named_by_a_list(pool: GroupPool) -> None:
+    with pytest.raises(InvalidInput, match="a list of names"):
+        pool.select(1, fields="advantage")
+
+
 def test_groups_come_whole_with_rewards_and_rows(pool: GroupPool) -> None:
     made(pool, 1), made(pool, 2, 3)
     batch = pool.select(2)

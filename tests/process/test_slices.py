@@ -161,6 +161,10 @@ def test_parts_of_fields_that_are_not_read_are_refused(shared: tq.TransferQueueC
     with pytest.raises(InvalidInput, match=r"slices has \['y'\]"):
         shared.take("typo", ["x"], 2, "t", slices={"y": Slice(0, 2)})
     assert len(shared.take("typo", ["x"], 2, "t")[0]) == 2
+    tq.kv_batch_put(["a"], "typo", fields={"x": torch.zeros(1, 4)})
+    for fields in (None, ["x"]):
+        with pytest.raises(InvalidInput, match=r"slices has \['y'\]"):
+            tq.kv_batch_get(["a"], "typo", fields, slices={"y": Slice(0, 2)})
     shared.clear_partition("typo")
 
 

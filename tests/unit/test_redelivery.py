@@ -194,3 +194,14 @@ def test_metadata_keeps_what_came_back_of_its_rows() -> None:
     assert BatchMeta.concat([meta[2:], meta[:1]]).redelivered == meta.redelivered
     assert pickle.loads(pickle.dumps(meta)).redelivered == meta.redelivered  # noqa: S301  it is our own
     assert meta == BatchMeta([4, 5, 6], ["p"] * 3)
+
+
+def test_a_mark_leaves_out_rows_that_were_refused() -> None:
+    box = Box()
+    box.mark(0)
+    rows = indexes(box.put(4))
+    lease, _ = box.lend(3)
+    box.nack(lease, rows[1:2])
+    box.mark(1, used=[(lease, rows[:3])])
+    assert box.taken(1) == [[rows[0], rows[2]]]
+    assert box.lend(2)[1] == [rows[1], rows[3]]

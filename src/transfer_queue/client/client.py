@@ -168,12 +168,12 @@ class Operations:
         """What `tasks` used since their last mark is what they used for `step`: call it when what was learned up to
         there is saved, and once before the first step, for nothing is noted before.
 
-        The rows of `used`, which are on lease, are acknowledged with it: `stream.meta` of the batch in hand. Other rows
-        on lease belong to the next step. Atomic. With data-parallel ranks one of them calls it, once all have
-        acknowledged theirs. `resume` goes back to a mark, `get_step` tells what was used. The last 1,024 are remembered
-        as long as the service lives, unless `reset_consumption` begins anew or a step has more than 4 million rows. The
-        newest may be marked again and then has all since. Raises `LeaseExpired` (nothing is marked then),
-        `InvalidInput` for a step before the last.
+        The rows of `used`, which are on lease, are acknowledged with it: `stream.meta` of the batch in hand, of which
+        rows that were given back (`nack`, `release`) are left out. Other rows on lease belong to the next step. Atomic.
+        With data-parallel ranks one of them calls it, once all have acknowledged theirs. `resume` goes back to a mark,
+        `get_step` tells what was used. The last 1,024 are remembered as long as the service lives, unless
+        `reset_consumption` begins anew or a step has more than 4 million rows. The newest may be marked again and then
+        has all since. Raises `LeaseExpired` (nothing is marked then), `InvalidInput` for a step before the last.
         """
         return steps.checkpoint(self.session, step, tasks, used)
 

@@ -328,13 +328,12 @@ class GroupOperations:
         policy lets a version shrink. With `fields` a group comes once all its rows have them: what others compute for
         each row, such as advantages, is waited for. `version` is the trainer's (default: the one announced last), which
         judges first. Groups that are not acknowledged within `lease_s` seconds, or when this process ends, are judged
-        again and offered to others. Raises `DeadlineExceeded`, `GroupsShort`.
+        again and offered to others. Raises `DeadlineExceeded`, `GroupsShort`, `InvalidInput`.
         """
+        names = ops.field_list(fields)
         wait_s = yield from _taking(self, timeout_s)
         most = min_groups if max_groups is None else max_groups
-        reply = (
-            yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, list(fields), wait_s=wait_s)
-        )[0]
+        reply = (yield _call(self, m.SelectGroups, min_groups, most, version, lease_s, wait_s, names, wait_s=wait_s))[0]
         metadata = batch_meta(self.session.service_id, reply.rows, self.partition_id)
         first = itertools.count()
         return GroupBatch(

@@ -511,7 +511,7 @@ class Controller:
             task = table.task(name)
             self._leases.revoke(task)
             self._unreceived.void(table, name)
-            task.group = None
+            task.groups = []
             self._fetching.steps.reset(name)
             task.reset(table)
             self.staleness.review(table, name)

@@ -1,11 +1,13 @@
 """Batches of data-parallel ranks: one for all ranks is taken from the sampler at once, and each rank has its share.
 
-A *group* is the ranks of one task that share one partition; its members are the sessions that asked in a rank's name.
+A *group* is the ranks of one task that share one partition, for one loop over it; its members are the sessions that
+asked in a rank's name. A rank that was told of the end and begins anew is of the next group, which the others come to
+when they have been told: until then both are there, and no row is in shares of both.
 A *deal* is one batch of it: `dp_size` times `batch_size` rows, or what is left of a partition that is whole. The share
 of a rank that has not asked for it yet is kept for it (`DEALT`), so that no other rank can take it, however fast it is.
 
 Rows of a share that come back before they were used (the rank died, its lease is over, it gave them back) are *loose*:
-others of the task may take them, but no later deal of the group does, so that the rank finds them when it asks again;
+others of the task may take them, but no later deal does, so that the rank finds them when it asks again;
 what others took meanwhile is replaced as far as rows are ready. When its last member has ended the group is forgotten,
 and all that was kept for it is free; where a rank has not asked yet, the rows are free and loose, and the group stays.
 It is also forgotten when consumption is reset, and when the partition goes.
@@ -18,6 +20,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from transfer_queue.controller.endings import has_begun, is_complete
 from transfer_queue.controller.readiness import DEALT, Slots, Task
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput, MissingParameter, SamplerFailed
@@ -66,7 +69,9 @@ class Dealt(Protocol):
 
 
 class RankGroup:
-    def __init__(self, dp_size: int, batch_size: int) -> None:
+    """`follows`: whether another one was there when it began."""
+
+    def __init__(self, dp_size: int, batch_size: int, follows: bool = False) -> None:
         self.dp_size = dp_size
         self.batch_size = batch_size  # rows per rank
         self.members: dict[int, set[bytes]] = {}  # of every rank that ever asked; empty where all have ended
@@ -74,8 +79,10 @@ class RankGroup:
         self.deals: dict[int, Deal] = {}
         self.loose: set[int] = set()
         self.leases: set[int] = set()
+        self.follows = follows
         self.ended: int | None = None  # the batch that there is not, as some ranks were told
         self.told: set[int] = set()
+        self.finished: set[bytes] = set()  # the members that were told
 
     @property
     def sessions(self) -> set[bytes]:
@@ -85,6 +92,10 @@ class RankGroup:
     def is_late(self) -> bool:
         """Whether some rank has a share and has never asked: it is still to come, though the others have ended."""
         return len(self.members) < self.dp_size and bool(self.deals)
+
+    @property
+    def is_told(self) -> bool:
+        return len(self.told) == self.dp_size
 
     def shares(self) -> Iterable[Share]:
         return (share for deal in self.deals.values() for share in deal.values())
@@ -99,11 +110,27 @@ class RankGroup:
         free[free] = ~task.consumed[slots[free]] & (task.lease[slots[free]] == 0)
         return np.sort(slots[free])
 
+    def kept_slots(self, table: Table, task: Task) -> Slots:
+        """Rows that are kept for ranks which have not asked for them."""
+        slots = table.slots_of(np.concatenate([_NONE, *(share.rows for share in self.shares())]))
+        slots = slots[slots >= 0]
+        return slots[task.lease[slots] == DEALT]
+
+    def owes(self, table: Table, task: Task, rank: int) -> bool:
+        """Whether a rank has rows that it did not use, though it was told of the end: it was ahead of its work."""
+        slots = table.slots_of(
+            np.concatenate([_NONE, *(deal[rank].own for deal in self.deals.values() if rank in deal)])
+        )
+        slots = slots[slots >= 0]
+        leases = task.lease[slots[~task.consumed[slots]]]
+        return bool(np.isin(leases, [0, DEALT, *self.leases]).any())
+
     def num_open(self, table: Table, task: Task) -> int:
         """How many rows were dealt and are not used."""
         self.leases &= task.lent.keys()
         lent = sum(task.lent[number] for number in self.leases)
-        return lent + task.lent.get(DEALT, 0) + len(self.loose_slots(table, task))
+        kept = task.lent.get(DEALT, 0) if task.groups == [self] else len(self.kept_slots(table, task))
+        return lent + kept + len(self.loose_slots(table, task))
 
 
 class Dealing:
@@ -134,11 +161,32 @@ class Dealing:
                 f"dp_size {message.dp_size}: {type(sampler).__name__} divides batches among dp_size={planned} ranks"
             )
 
+    def group_of(self, table: Table, message: Fetch, session: bytes) -> RankGroup | None:
+        """The oldest group that is not over for this rank, nor for this member of it; None where it begins a new one.
+        A loop that goes on, though nothing knows it any more, does so in the latest one."""
+        task = table.task(message.task)
+        groups: list[RankGroup] = task.groups
+        rank, _ = rank_and_batch(message)
+        begins = not has_begun(message)
+        for group in groups:
+            is_member = session in group.members.get(rank, ())
+            is_told = begins and session in group.finished if is_member else rank in group.told
+            if not is_told or group.owes(table, task, rank):
+                return group
+        return groups[-1] if groups and not begins else None
+
+    def is_early(self, table: Table, message: Fetch, session: bytes) -> bool:
+        """Whether a loop that begins finds that all rows were used and cleared: it waits for others, as for a partition
+        that is to come. A rank whose group is still there belongs to the loop of the others."""
+        if not message.until_done or not table.is_used_up or has_begun(message):
+            return False
+        return not message.dp_size or self.group_of(table, message, session) is None
+
     def join(self, table: Table, message: Fetch, session: bytes) -> RankGroup:
         """The group of a request, whose session is a member of it now. Raises `InvalidInput` where others of other
         sizes share the partition."""
         task = table.task(message.task)
-        group: RankGroup | None = task.group
+        group = self.group_of(table, message, session)
         if group is not None and (group.dp_size, group.batch_size) != (message.dp_size, message.batch_size):
             if group.sessions - {session}:
                 raise InvalidInput(
@@ -146,10 +194,14 @@ class Dealing:
                     f"batches of {group.batch_size} rows; dp_size={message.dp_size} with batches of "
                     f"{message.batch_size} cannot share it"
                 )
-            self.disband(table, message.task)
+            self.disband(table, message.task, group)
             group = None
         if group is None:
-            group = task.group = RankGroup(message.dp_size, message.batch_size)
+            task.groups = [one for one in task.groups if not self._is_past(table, task, one)]
+            for one in [one for one in task.groups if one.dp_size != message.dp_size and not one.sessions]:
+                self.disband(table, message.task, one)  # who it waits for will not come
+            group = RankGroup(message.dp_size, message.batch_size, bool(task.groups))
+            task.groups.append(group)
         rank, batch = rank_and_batch(message)
         if rank not in group.first:
             self._begin(table, message.task, group, rank, batch)
@@ -158,46 +210,48 @@ class Dealing:
         self._of_session.setdefault(session, set()).add((table.name, message.task))
         return group
 
+    def _is_past(self, table: Table, task: Task, group: RankGroup) -> bool:
+        """Whether nobody will ask for anything of this group any more."""
+        return group.is_told and group.sessions <= group.finished and not group.num_open(table, task)
+
     def _begin(self, table: Table, name: str, group: RankGroup, rank: int, batch: int) -> None:
         """A rank comes in at this batch: what was kept for it of earlier ones is for the others."""
         early = [number for number in group.deals if number < batch and rank in group.deals[number]]
         rows = [group.deals[number].pop(rank).rows for number in early]
         if rows:
-            self._offer(table, name, np.concatenate(rows))
+            slots = table.slots_of(np.concatenate(rows))
+            self._offer(table, name, slots[slots >= 0])
 
-    def is_over(self, table: Table, message: Fetch) -> bool:
+    def is_over(self, table: Table, message: Fetch, group: RankGroup, session: bytes) -> bool:
         """Whether this batch is never dealt: every row that there will be is used, or in somebody's share. Once a rank
-        was told so, all of them are."""
-        task = table.task(message.task)
-        group: RankGroup | None = task.group
+        was told so, all of them are; after that, who asks again goes on, unless others have begun anew."""
         rank, batch = rank_and_batch(message)
-        if group is None or batch in group.deals:  # if only for others: what they got is what this rank has to get
+        if batch in group.deals:  # if only for others: what they got is what this rank has to get
             return False
-        if group.ended is None or batch < group.ended:
-            if self.num_left(table, message):
-                return False
+        goes_on = group.is_told and group is table.task(message.task).groups[-1]
+        if group.ended is None or batch < group.ended or goes_on:
+            if self.num_left(table, message, group) or (not group.deals and group.follows and table.is_used_up):
+                return False  # it may be that only those before it cleared their last rows after it began
             group.ended = batch if group.ended is None else group.ended
         group.told.add(rank)
-        if len(group.told) == group.dp_size:
-            group.ended, group.told = None, set()
+        group.finished.add(session)
         return True
 
-    def num_left(self, table: Table, message: Fetch) -> int:
-        """How many rows the group may still be dealt, ready or not; 1 while not all that were declared are there."""
+    def num_left(self, table: Table, message: Fetch, group: RankGroup) -> int:
+        """How many rows the group may still be dealt, ready or not, those that another group has included; 1 while not
+        all that were declared are there."""
         task = table.task(message.task)
         if not is_complete(table, message):
             return 1
-        return table.num_rows - task.num_consumed - task.group.num_open(table, task)
+        return table.num_rows - task.num_consumed - group.num_open(table, task)
 
-    def find(self, table: Table, message: Fetch) -> Share | None:
+    def find(self, message: Fetch, group: RankGroup) -> Share | None:
         rank, batch = rank_and_batch(message)
-        deals: dict[int, Deal] = table.task(message.task).group.deals
-        return deals.get(batch, {}).get(rank)
+        return group.deals.get(batch, {}).get(rank)
 
-    def to_deal(self, table: Table, message: Fetch) -> tuple[list[int], int]:
+    def to_deal(self, message: Fetch, group: RankGroup) -> tuple[list[int], int]:
         """The ranks that need a share of this batch, all but those that began later or have theirs, and how many rows
         each is to get."""
-        group: RankGroup = table.task(message.task).group
         rank, batch = rank_and_batch(message)
         size = message.batch_size - message.used
         if batch in group.deals:
@@ -205,15 +259,16 @@ class Dealing:
         return [one for one in range(group.dp_size) if one == rank or group.first.get(one, batch) <= batch], size
 
     def loose(self, table: Table, message: Fetch) -> Slots:
-        """Rows on offer that no new share of the group gets."""
+        """Rows on offer that no new share gets."""
         task = table.task(message.task)
-        return task.group.loose_slots(table, task)
+        return np.unique(np.concatenate([_NONE, *(group.loose_slots(table, task) for group in task.groups)]))
 
-    def enter(self, table: Table, message: Fetch, ranks: Sequence[int], shares: list[list[int]]) -> bool:
+    def enter(
+        self, table: Table, message: Fetch, group: RankGroup, ranks: Sequence[int], shares: list[list[int]]
+    ) -> bool:
         """These rows are dealt now. False for no rows, unless the others have some: then they are repeated for this
         rank. Raises `SamplerFailed` for rows that are not on offer."""
         task = table.task(message.task)
-        group: RankGroup = task.group
         _, batch = rank_and_batch(message)
         rows = np.array([row for share in shares for row in share], np.int64)
         slots = table.slots_of(rows)
@@ -221,6 +276,8 @@ class Dealing:
             raise SamplerFailed(f"partition {table.name!r}: a deal of rows that are not on offer, or in two shares")
         if not len(rows) and batch not in group.deals:
             return False
+        if group.is_told:
+            group.ended, group.told, group.finished = None, set(), set()
         deal = group.deals.setdefault(batch, {})
         size = max((share.size for share in deal.values()), default=max(map(len, shares)))
         for rank, share in zip(ranks, shares, strict=True):
@@ -238,9 +295,10 @@ class Dealing:
         if not deals:
             return
         task = table.task(message.task)
-        if task.group is not None:
-            self.disband(table, message.task)
-        group = task.group = RankGroup(message.dp_size, message.batch_size)
+        for group in list(task.groups):
+            self.disband(table, message.task, group)
+        group = RankGroup(message.dp_size, message.batch_size)
+        task.groups.append(group)
         _, batch = rank_and_batch(message)
         for number, dealt in enumerate(deals, batch):
             group.deals[number] = {rank: Share(rows, dealt.size, 0) for rank, rows in dealt.shares.items()}
@@ -248,14 +306,14 @@ class Dealing:
                 slots = table.slots_of(share.rows)  # some may have been cleared since
                 task.reserve(task.offered(slots[slots >= 0]), DEALT)
 
-    def mend(self, table: Table, message: Fetch, share: Share) -> int:
+    def mend(self, table: Table, message: Fetch, group: RankGroup, share: Share) -> int:
         """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took."""
         task = table.task(message.task)
         slots = table.slots_of(share.rows)
         alive = slots >= 0
         free = alive.copy()
         free[alive] = ~task.consumed[slots[alive]] & np.isin(task.lease[slots[alive]], (0, DEALT))
-        task.group.loose.difference_update(share.rows.tolist())
+        group.loose.difference_update(share.rows.tolist())
         taken = share.rows[alive & ~free]
         share.taken = np.concatenate([share.taken, taken])
         share.rows = share.rows[free]
@@ -271,17 +329,11 @@ class Dealing:
         task = table.task(message.task)
         task.reserve(task.offered(table.slots_of(more)), DEALT)
 
-    def lent(self, table: Table, message: Fetch, lease: int) -> None:
-        """Rows of a share are on this lease now (0: on none)."""
-        if lease:
-            table.task(message.task).group.leases.add(lease)
-
-    def padding(self, table: Table, message: Fetch, share: Share, own: Slots) -> Slots:
+    def padding(self, table: Table, message: Fetch, group: RankGroup, share: Share, own: Slots) -> Slots:
         """Rows to repeat, so that this rank gets as many as the one with the most: its own, else those of others."""
         missing = share.wanted(message.used) - len(own)
         if missing <= 0:
             return _NONE
-        group: RankGroup = table.task(message.task).group
         _, batch = rank_and_batch(message)
         for rows in ([share.dealt], [other.dealt for other in group.deals[batch].values()]):
             slots = table.slots_of(np.concatenate(rows))
@@ -296,12 +348,9 @@ class Dealing:
 
     def offered(self, table: Table, name: str, slots: Slots) -> None:
         """Rows of a task are free again: those of shares are loose."""
-        task = table.tasks[name]
-        group: RankGroup | None = task.group
-        if group is None:
-            return
+        groups: list[RankGroup] = table.tasks[name].groups
         rows = table.index[slots]
-        for share in list(group.shares()):
+        for group, share in [(one, share) for one in groups for share in one.shares()]:
             own = share.own
             mine = own[np.isin(own, rows)]
             if len(mine):
@@ -315,58 +364,41 @@ class Dealing:
         """A member is gone: the shares that are kept for its rank, unless it has other members, are for everybody."""
         for partition, name in sorted(self._of_session.pop(session, ())):
             table = tables.get(partition)
-            group: RankGroup | None = table.tasks[name].group if table is not None and name in table.tasks else None
-            if table is None or group is None:
+            if table is None or name not in table.tasks:
                 continue
-            lost = [rank for rank, members in group.members.items() if members == {session}]
-            for members in group.members.values():
-                members.discard(session)
-            if not group.sessions and group.is_late:
-                self._offer(table, name, table.index[np.flatnonzero(table.tasks[name].lease == DEALT)])
-            elif not group.sessions:
-                self.disband(table, name)
-            elif lost:
-                kept = [deal[rank].rows for deal in group.deals.values() for rank in lost if rank in deal]
-                self._offer(table, name, np.concatenate([_NONE, *kept]))
+            for group in [one for one in table.tasks[name].groups if session in one.sessions]:
+                self._leave(table, name, group, session)
 
-    def disband(self, table: Table, name: str) -> None:
+    def _leave(self, table: Table, name: str, group: RankGroup, session: bytes) -> None:
+        lost = [rank for rank, members in group.members.items() if members == {session}]
+        for members in group.members.values():
+            members.discard(session)
+        group.finished.discard(session)
+        if not group.sessions and group.is_late:
+            self._offer(table, name, group.kept_slots(table, table.tasks[name]))
+        elif not group.sessions:
+            self.disband(table, name, group)
+        elif lost:
+            kept = [deal[rank].rows for deal in group.deals.values() for rank in lost if rank in deal]
+            slots = table.slots_of(np.concatenate([_NONE, *kept]))
+            self._offer(table, name, slots[slots >= 0])
+
+    def disband(self, table: Table, name: str, group: RankGroup) -> None:
         """Forget a group; what was kept for it is free."""
         task = table.tasks[name]
-        task.group = None
-        self._offer(table, name, table.index[np.flatnonzero(task.lease == DEALT)])
+        task.groups.remove(group)
+        self._offer(table, name, group.kept_slots(table, task), is_news=bool(group.loose and task.groups))
 
     def forget(self, table: Table) -> None:
         """Forget the groups of a partition, whose rows need nothing any more."""
         for task in table.tasks.values():
-            task.group = None
+            task.groups = []
 
-    def _offer(self, table: Table, name: str, rows: Slots) -> None:
-        """Those of these rows that are kept for a rank are so no longer."""
-        slots = table.slots_of(rows)
-        freed = table.tasks[name].take_back(slots[slots >= 0], DEALT, used=False)
-        if len(freed):
+    def _offer(self, table: Table, name: str, slots: Slots, is_news: bool = False) -> None:
+        """Those of these rows that are kept for a rank are so no longer. `is_news` to others also where none is."""
+        freed = table.tasks[name].take_back(slots, DEALT, used=False)
+        if len(freed) or is_news:
             self._free(table, name, freed)
-
-
-def has_begun(message: Fetch) -> bool:
-    """Whether the loop that asks had a batch before."""
-    return bool(message.until_cleared or message.sampling.get("batch_index"))
-
-
-def is_complete(table: Table, message: Fetch) -> bool:
-    """Whether all rows that a loop is to get were there. Where no size was declared and none is left, only a loop that
-    had some may think so."""
-    if table.declared is None and not table.num_rows and not has_begun(message):
-        return False
-    return table.is_whole
-
-
-def is_early(message: Fetch, table: Table) -> bool:
-    """Whether a loop that begins finds that all rows were used and cleared: it waits for others, as for a partition
-    that is to come. A rank whose group is still there belongs to the loop of the others."""
-    if not message.until_done or not table.is_used_up or has_begun(message):
-        return False
-    return not message.dp_size or table.task(message.task).group is None
 
 
 def rank_and_batch(message: Fetch) -> tuple[int, int]:

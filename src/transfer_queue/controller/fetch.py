@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.dealing import Dealing, Share, is_complete, is_early
+from transfer_queue.controller.dealing import Dealing, RankGroup, Share
+from transfer_queue.controller.endings import holder_of, is_complete, is_produced, rest
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.notices import nothing, timed_out
@@ -69,7 +70,7 @@ class Fetching:
         self.dealing.prepare(message, self.sampler)
         if message.batch_size != ALL:
             self.calls.ask(self.sampler.check_request, message.batch_size, self._config(message))
-        if table is not None and is_early(message, table):
+        if table is not None and self.dealing.is_early(table, message, holder_of(request)):
             table = None
         if table is not None:
             reply = self._attempt(request, table)
@@ -223,7 +224,7 @@ class Fetching:
         task = table.tasks[name]
         self.leases.revoke(task)
         self.unreceived.void(table, name)
-        task.group = None
+        task.groups = []
         task.free()
         self.calls.tell(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
 
@@ -244,7 +245,7 @@ class Fetching:
         """Rows were consumed, lent or cleared: requests `until_done` may have nothing to wait for any more."""
         if not task.finishing:
             return
-        is_dealt = task.group is not None
+        is_dealt = bool(task.groups)
         if task.num_consumed + task.num_lent < table.num_rows or is_dealt:
             if (not task.num_lent or is_dealt) and table.is_filled:
                 self.serve(table, task, [self._view(table, one.message) for one in task.finishing])
@@ -261,12 +262,13 @@ class Fetching:
             self._rows_consumed(table, task)
 
     def mark(self, message: MarkStep, session: bytes) -> Reply:
-        """What was used of a step is acknowledged, and the step is marked; or neither."""
+        """What was used of a step is acknowledged, and the step is marked; or neither. Of a batch, as of one that a
+        stream goes on from, rows that it refused itself are left out."""
         self.steps.check_mark(message)
+        for lease, _ in message.used:
+            self.leases.check(lease, None)
         for lease, rows in message.used:
-            self.leases.check(lease, rows)
-        for lease, rows in message.used:
-            self.leases.handle(Ack(message.rid, lease, rows), session)
+            self.leases.handle(Ack(message.rid, lease, rows, but_returned=True), session)
         return self.steps.mark(message)
 
     def declare(self, table: Table, message: m.SetPartition) -> None:
@@ -282,12 +284,13 @@ class Fetching:
 
     def _is_done(self, request: Waiter[Fetch], table: Table) -> bool:
         """Whether every row is consumed by the task or lent to the asker, and as many as declared were there."""
+        holder = holder_of(request)
         if request.message.dp_size:
-            return self.dealing.is_over(table, request.message)
+            group = self.dealing.group_of(table, request.message, holder)
+            return group is not None and self.dealing.is_over(table, request.message, group, holder)
         task = table.task(request.message.task)
         if not is_complete(table, request.message):
             return False
-        holder = request.message.holder or request.session
         return task.num_consumed == table.num_rows or (
             task.num_consumed + task.num_lent == table.num_rows and task.num_lent == self.leases.lent_to(holder, task)
         )
@@ -350,14 +353,14 @@ class Fetching:
             return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
         cached = self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
-        rest = _rest(message, table, view)
-        size = rest or message.batch_size
+        last = rest(message, table, view)
+        size = last or message.batch_size
         if not cached and view.count < self.calls.ask(sampler.least_ready, size):
             return None
         try:
             slots, used = self._sample(size, config, table, view)
         except InvalidInput as error:
-            raise refused_rest(error, rest, table.name) from None
+            raise refused_rest(error, last, table.name) from None
         if (slots < 0).any() or (used < 0).any():
             raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
@@ -378,7 +381,7 @@ class Fetching:
         if task.returned:
             reply.redelivered = redelivered(task, table.slots_of(indexes_of(reply.rows)))
         if message.lease_s:
-            holder = message.holder or request.session
+            holder = holder_of(request)
             reply.lease = self.leases.take(table, message.task, used, fresh, holder, message.lease_s)
             if reply.lease:
                 self.unreceived.add(request.session, message.rid, LeaseGrant(reply.lease, holder))
@@ -412,23 +415,23 @@ class Fetching:
         The answer is empty when the group is done, and when nothing is left of the share.
         """
         message, dealing = request.message, self.dealing
-        dealing.join(table, message, message.holder or request.session)
-        if message.until_done and dealing.is_over(table, message):
+        group = dealing.join(table, message, holder_of(request))
+        if message.until_done and dealing.is_over(table, message, group, holder_of(request)):
             return nothing(message.rid, DONE)
-        share = dealing.find(table, message)
+        share = dealing.find(message, group)
         if share is None:
-            if not self._deal(message, table, view):
+            if not self._deal(message, table, view, group):
                 return None
             self._remembered = True  # others may wait for theirs
-            share = dealing.find(table, message)
+            share = dealing.find(message, group)
             assert share is not None
         elif share.is_torn:
-            self._mend(message, table, view, share)
+            self._mend(message, table, view, group, share)
         own = table.slots_of(share.rows)
         own = own[own >= 0]
         if len(own) and not _all_ready(table, own, message.fields):
             return None
-        more = dealing.padding(table, message, share, own)
+        more = dealing.padding(table, message, group, share, own)
         rows = np.concatenate([own, more])
         if not len(rows):
             return nothing(message.rid, PASSED)
@@ -437,16 +440,17 @@ class Fetching:
         reply = row_set(message.rid, table, rows, message.fields)
         reply.repeated = len(more)
         self._grant(request, table, own, reply)
-        dealing.lent(table, message, reply.lease)
+        if reply.lease:
+            group.leases.add(reply.lease)
         return reply
 
-    def _deal(self, message: Fetch, table: Table, view: ReadyView) -> bool:
+    def _deal(self, message: Fetch, table: Table, view: ReadyView, group: RankGroup) -> bool:
         """Deal a batch; False when its rows are not ready yet."""
-        ranks, size = self.dealing.to_deal(table, message)
+        ranks, size = self.dealing.to_deal(message, group)
         total, loose = size * len(ranks), self.dealing.loose(table, message)
         num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
         if num_ready < self.calls.ask(self.sampler.least_ready, total):
-            if not message.until_done or self.dealing.num_left(table, message) != num_ready:
+            if not message.until_done or self.dealing.num_left(table, message, group) != num_ready:
                 return False
             if num_ready and not table.is_filled:
                 return False
@@ -455,7 +459,7 @@ class Fetching:
             shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
         except InvalidInput as error:
             raise refused_rest(error, num_ready if total == num_ready else 0, table.name) from None
-        if not self.dealing.enter(table, message, ranks, shares):
+        if not self.dealing.enter(table, message, group, ranks, shares):
             return False
         taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
         self.steps.dealt(message, taken, max(map(len, shares)))
@@ -477,9 +481,9 @@ class Fetching:
         keep(task.offered(slots[slots >= 0]))
         return shares
 
-    def _mend(self, message: Fetch, table: Table, view: ReadyView, share: Share) -> None:
+    def _mend(self, message: Fetch, table: Table, view: ReadyView, group: RankGroup, share: Share) -> None:
         """Complete a share of which others took rows meanwhile, as far as rows are ready."""
-        num_taken, loose = self.dealing.mend(table, message, share), self.dealing.loose(table, message)
+        num_taken, loose = self.dealing.mend(table, message, group, share), self.dealing.loose(table, message)
         if not num_taken or view.count - int(np.count_nonzero(view.ready[loose])) < num_taken:
             return
         with contextlib.suppress(InvalidInput):  # not a number of rows that the sampler picks
@@ -525,7 +529,7 @@ class Fetching:
         candidates = table.index[slots].tolist()  # the sampler's, which may change it
         config["partition"] = SamplerView(table)
         if config.get(BUDGET) is not None:
-            config["production_done"] = _is_produced(table, config["task_name"], view)
+            config["production_done"] = is_produced(table, config["task_name"], view)
 
         def slots_of(answer: Any) -> tuple[Slots, Slots]:
             sampled, consumed = answer
@@ -567,22 +571,6 @@ def _all_ready(table: Table, slots: Slots, fields: Sequence[str]) -> bool:
 def row_set(rid: int, table: Table, slots: Slots, fields: Sequence[str], ready: bytes | None = None) -> RowSet:
     tags: list[Tags] | None = table.tags_of(slots)
     return RowSet(rid, rows_bytes(table.index[slots]), tags, table.schema(fields), ready, loads=table.loads)
-
-
-def _is_produced(table: Table, name: str, view: ReadyView) -> bool:
-    """Whether every row has the fields of `view`, or was taken by the task, and as many as declared were there. Without
-    a declared size more may come."""
-    task = table.task(name)
-    num_taken = task.num_consumed + task.num_lent
-    return table.num_rows > 0 and table.is_filled and view.count + num_taken >= table.num_rows
-
-
-def _rest(message: Fetch, table: Table, view: ReadyView) -> int:
-    """How many rows a request `until_done` gets when they are the last ones and too few for a batch; else 0."""
-    if not message.until_done or not 0 < view.count < message.batch_size or not table.is_filled:
-        return 0
-    task = table.task(message.task)
-    return view.count if view.count == table.num_rows - task.num_consumed else 0
 
 
 def check_fetch(message: Fetch) -> None:

@@ -121,7 +121,7 @@ class Task:
         self.finishing: list[Any] = []  # parked requests that are also answered when nothing is left to wait for
         self.returned: dict[int, Returned] = {}  # by slot; of rows that were on a lease that ended without an ack
         self.max_deliver: int | None = None  # asked by one of its requests
-        self.group: Any = None  # data-parallel ranks that share its rows (`dealing.Group`)
+        self.groups: list[Any] = []  # data-parallel ranks that share its rows (`dealing.RankGroup`), oldest first
 
     def touch(self, slots: Slots) -> None:
         """Whether these rows are used, or came back, may be another thing than before."""

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.effects import Call
-from transfer_queue.client.operations.rows import is_over
+from transfer_queue.client.operations.rows import field_list, is_over
 from transfer_queue.dataloader.acks import Receipt, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
@@ -97,7 +97,7 @@ class StreamingDataset(IterableDataset[Any]):
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
         if micro_batch_size < 1:
             raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
-        if len(data_fields) < 1:
+        if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)
         if lease_s is not None and not 0 < lease_s < float("inf"):

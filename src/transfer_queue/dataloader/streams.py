@@ -12,6 +12,7 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import all_ended, finished, run_async
 from transfer_queue.client.effects import Call
+from transfer_queue.client.operations.rows import field_list
 from transfer_queue.client.recording import noting
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.plan import items_of
@@ -97,7 +98,7 @@ def _dataset(
     size, micro = sizes
     lease_s, max_staleness, prefetch = terms
     dataset = StreamingDataset(
-        None, size, size if micro is None else micro, list(fields), partition, task, rank[0], True,
+        None, size, size if micro is None else micro, field_list(fields), partition, task, rank[0], True,
         lease_s=lease_s, prefetch=prefetch, max_staleness=max_staleness, dp_size=rank[1],
     )  # fmt: skip
     dataset.until_cleared, dataset.replays = True, False

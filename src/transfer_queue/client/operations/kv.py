@@ -143,11 +143,16 @@ def kv_batch_get(
     Keys that do not exist, and fields that are not written on every row, are left out; `strict` raises `UnknownRows` or
     `NotReady` instead. `copy`, `device`, `dense`, `pad` and `slices` as in `get_data`. Raises `UnknownRows` (a
     ValueError) when no key exists, `NotReady` (a ValueError) when the rows have no field in common, `SchemaConflict`
-    for rows of several dtypes.
+    for rows of several dtypes, `InvalidInput` for slices of fields that are not asked for.
     """
     request = _get(session, keys, partition_id, select_fields, strict)
+    if request.fields is not None:
+        ops.check_slices(slices, request.fields)
     parts = slices or NO_SLICES
-    return (yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad, slices=parts))
+    found = yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad, slices=parts)
+    if request.fields is None:
+        ops.check_slices(slices, list(found.keys()))
+    return found
 
 
 def _get(

@@ -12,7 +12,7 @@ from transfer_queue.wire.messages.rows import RowSet
 
 class MarkStep(Request):
     """What `tasks` used since their last mark is what they used for `step`. Before that the rows in `used`, (lease,
-    rows or None for all), are acknowledged: all of it happens, or nothing."""
+    rows or None for all), are acknowledged, without those that were given back: all of it happens, or nothing."""
 
     step: int
     tasks: list[str]
