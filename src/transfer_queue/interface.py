@@ -539,8 +539,8 @@ def export_table(
     overwrite: bool = False,
 ) -> dict[str, int]:
     """Write the table of a partition, or some of its columns, as Parquet: to a file of that name, or to a new directory
-    of files; with `format="hf"` to a directory that `datasets.load_dataset` of Hugging Face reads, with "hf-disk" to one
-    of Arrow's files for `datasets.load_from_disk`.
+    of files; with `format="hf"` to a directory that `datasets.load_dataset` of Hugging Face reads, with "hf-disk" to
+    one of Arrow's files for `datasets.load_from_disk`.
 
     Written beside its place and renamed, on disk when this returns. `overwrite` replaces a file, never a directory.
     Returns `{"rows", "files", "bytes"}`. Raises `FileExistsError`, and as `table`; OSError.

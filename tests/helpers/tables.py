@@ -48,8 +48,8 @@ def content(controller: Controller) -> tuple[Any, list[int]]:
 
 # They change nothing: what holds before them holds after them.
 QUERIES = (
-    m.Get, m.Scan, m.NameRows, m.Consumption, m.Production, m.ListKeys, m.ListPartitions, m.GetPartition, m.ListLocks,
-    m.ListDeadLetters, m.GetStep, m.DescribePool, m.DescribeSeries,
+    m.Get, m.Scan, m.ListTags, m.NameRows, m.Consumption, m.Production, m.ListKeys, m.ListPartitions, m.GetPartition,
+    m.ListLocks, m.ListDeadLetters, m.GetStep, m.DescribePool, m.DescribeSeries,
 )  # fmt: skip
 
 

@@ -191,6 +191,15 @@ def test_tags_are_columns_of_one_type_or_json() -> None:
     assert tq.table("tags", tags=["n", "none"]).to_arrow()["tag_none"].to_pylist() == [None, None]
 
 
+def test_tags_of_rows_that_were_cleared_are_no_columns() -> None:
+    tq.kv_batch_put(["a", "b", "c"], "went", {"x": torch.arange(3)}, tags=[{"old": 1}, {"n": 2}, {}])
+    tq.kv_clear("a", "went")
+    found = tq.table("went").to_arrow()
+    assert found.schema.names == ["global_index", "key", "x", "tag_n"]
+    assert found["tag_n"].to_pylist() == [2, None]
+    assert tq.table("went", keys=["c", "b"], tags=["n"]).to_arrow()["tag_n"].to_pylist() == [None, 2]
+
+
 def test_more_names_of_tags_than_a_table_should_have_are_one_column() -> None:
     tq.kv_batch_put([str(n) for n in range(1001)], "many tags", tags=[{f"t{n}": n} for n in range(1001)])
     found = tq.table("many tags").to_arrow()

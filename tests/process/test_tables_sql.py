@@ -17,7 +17,7 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import DataLost, InvalidInput
-from transfer_queue.tables import cell_batches
+from transfer_queue.tables import cell_batches, row_listing
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -238,3 +238,17 @@ def test_errors_of_the_command_are_one_line(train: str) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith("tq: ")
         assert "Traceback" not in done.stderr
+
+
+def test_of_tags_only_those_are_read_that_a_query_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    tq.kv_batch_put(["a", "b"], "few tags", {"x": torch.ones(2)}, tags=[{"step": 1, "source": "math"}] * 2)
+    plain, asked = row_listing.RowListing.tag_values, []
+
+    def told(self: Any, names: list[str]) -> Any:
+        asked.append(names)
+        return plain(self, names)
+
+    monkeypatch.setattr(row_listing.RowListing, "tag_values", told)
+    for query in ("sum(x)", "sum(TAG_step)", "*"):
+        assert tq.sql(f'select {query} from "few tags"').num_rows
+    assert asked == [[], ["step"], ["step", "source"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ class Queries:
     def __init__(self, tables: Mapping[str, Table]) -> None:
         self._tables = tables
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
-            m.Scan: self.scan, m.Get: self.get, m.NameRows: self.name_rows, m.ListKeys: self.list_keys,
+            m.Scan: self.scan, m.ListTags: self.list_tags, m.Get: self.get, m.NameRows: self.name_rows,
+            m.ListKeys: self.list_keys,
             m.Consumption: self.consumption, m.Production: self.production,
             m.ListPartitions: self.list_partitions, m.GetPartition: self.get_partition,
             m.DescribePartition: self.describe_partition,
@@ -39,6 +41,16 @@ class Queries:
         ready = table.written(slots, known) if len(known) == len(message.fields) and known else None
         status = np.zeros(len(slots), np.int8) if ready is None else ready.astype(np.int8)
         return row_set(message.rid, table, slots, message.fields, status.tobytes())
+
+    def list_tags(self, message: m.ListTags) -> m.Reply:
+        table = self._table(message.partition)
+        slots = table.live_slots()
+        found: list[m.Tags | None] = table.tags  # cleared rows have none there
+        names = [] if message.names else list(dict.fromkeys(itertools.chain.from_iterable(filter(None, found))))
+        if len(slots) < len(found):
+            found = [found[slot] for slot in slots.tolist()]
+        columns = [[tag.get(name) if tag else None for tag in found] for name in message.names]
+        return m.TagColumns(message.rid, rows_bytes(table.index[slots]), columns, names)
 
     def get(self, message: m.Get) -> m.Reply:
         table = self._tables.get(message.partition)

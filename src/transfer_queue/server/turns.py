@@ -11,7 +11,8 @@ from typing import Protocol
 from transfer_queue.wire import messages as m
 
 LONG_S = 0.001
-LONG = frozenset({m.ListKeys, m.Scan, m.NameRows, m.Consumption, m.Production, m.Snapshot})  # they may cost a table
+# They may cost a table.
+LONG = frozenset({m.ListKeys, m.Scan, m.ListTags, m.NameRows, m.Consumption, m.Production, m.Snapshot})
 
 
 class TurnTaker(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -115,11 +115,12 @@ def table(
     tags: Sequence[str] | None = None,
     as_bytes: Sequence[str] = (),
     preview_chars: int | None = 1024,
+    named: Set[str] | None = None,
 ) -> PartitionTable:
-    """See `transfer_queue.table`."""
+    """See `transfer_queue.table`. `named`: of tags only these columns, in small letters, unless one is no column."""
     if preview_chars is not None and (type(preview_chars) is not int or preview_chars < 1):
         raise InvalidInput(f"preview_chars is a number of characters from 1, or None, got {preview_chars!r}")
-    listing = RowListing(session, partition_id, keys, with_tags=tags is None or len(tags) > 0)
+    listing = RowListing(session, partition_id, keys)
     wanted = _known("fields", fields, list(listing.fields))
     for name in _known("as_bytes", as_bytes, wanted):
         if columns.is_numeric(listing.fields[name]):
@@ -132,7 +133,9 @@ def table(
     for name in wanted:
         field = FieldColumn(listing.fields[name], name in as_bytes, preview_chars)
         found.append(TableColumn(columns.described_as(names.new(name), field.schema, field.as_bytes), field))
-    return PartitionTable(session, listing, found + _tag_columns(listing, tags, names))
+    if named is not None and names.has(named):
+        tags = []
+    return PartitionTable(session, listing, found + _tag_columns(listing, tags, names, named))
 
 
 def _known(what: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -147,23 +150,26 @@ def _known(what: str, given: Sequence[str] | None, known: Sequence[str]) -> list
     return list(dict.fromkeys(given))
 
 
-def _tag_columns(listing: RowListing, wanted: Sequence[str] | None, names: ColumnNames) -> list[TableColumn]:
-    """The tags of all rows. A name that no row has gives a column of nulls where it was asked for."""
-    tags, listing.tags = listing.tags, None  # as columns they are much smaller
-    if wanted is None:
-        if tags is None:
-            return []
-        wanted = tag_columns.names_of(tags)
-        if len(wanted) > tag_columns.MAX_NAMES:
-            found = tag_columns.together(tags)
-            return [TableColumn(pa.field(names.new(ALL_TAGS), found.type), tags=found)]
-    elif isinstance(wanted, str) or not all(type(name) is str for name in wanted):
+def _tag_columns(
+    listing: RowListing, wanted: Sequence[str] | None, names: ColumnNames, named: Set[str] | None
+) -> list[TableColumn]:
+    """The tags of all rows, which are listed by this. A name that no row has gives a column of nulls where it was asked
+    for."""
+    if isinstance(wanted, str) or not all(type(name) is str for name in wanted or ()):
         raise InvalidInput("tags is a list of strings")
+    known = listing.tag_names() if wanted is None else list(dict.fromkeys(wanted))
+    if wanted is None and len(known) > tag_columns.MAX_NAMES:
+        found = tag_columns.together(listing.all_tags())
+        return [TableColumn(pa.field(names.new(ALL_TAGS), found.type), tags=found)]
+    columns = {name: names.new(TAG + name) for name in known}
+    if named is not None and not names.has(named):
+        named = None  # it names something else, maybe the row as a whole
+    read = [name for name, column in columns.items() if named is None or column.casefold() in named]
     made = []
-    for name in dict.fromkeys(wanted):
-        values = pa.nulls(len(listing)) if tags is None else tag_columns.column(tags, name)
-        about = pa.field(names.new(TAG + name), values.type, metadata={"tq.tag": texts.clean(name)})
-        made.append(TableColumn(about, tags=values))
+    for name, values in zip(read, listing.tag_values(read), strict=True):
+        found = tag_columns.column(values)
+        about = pa.field(columns[name], found.type, metadata={"tq.tag": texts.clean(name)})
+        made.append(TableColumn(about, tags=found))
     return made
 
 
@@ -172,6 +178,10 @@ class ColumnNames:
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
+
+    def has(self, names: Set[str]) -> bool:
+        """Whether all these, in small letters, were given."""
+        return names <= self._taken
 
     def new(self, wanted: str) -> str:
         """`wanted`, with a number behind it where it is taken; what no C string or UTF-8 has is replaced in it."""

@@ -90,12 +90,8 @@ def _named(connection: Any, query: str) -> Named:
 
 
 def _table(session: Session, partition: str, named: Named) -> PartitionTable:
-    """The table of a partition; without tags, the most costly columns, where every column that is named is another."""
-    if named.is_all:
-        bare = table(session, partition, tags=[])
-        if named.columns <= {name.casefold() for name in bare.schema.names}:
-            return bare
-    return table(session, partition)
+    """The table of a partition; of tags, the most costly columns, only those that are named."""
+    return table(session, partition, named=named.columns if named.is_all else None)
 
 
 def _sole(connection: Any, query: str) -> str:

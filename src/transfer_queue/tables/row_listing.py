@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.names import hint
 from transfer_queue.schema import FieldSchema
+from transfer_queue.tables import tag_columns
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
@@ -23,16 +25,14 @@ Flags = NDArray[np.bool_]
 
 
 class RowListing:
-    """Rows of a partition: global indexes, ascending unless keys were named, and the tag of each.
+    """Rows of a partition: global indexes, ascending unless keys were named. Holds no cells.
 
-    `tags` is None where no row has any. Holds no cells. Later questions are about the rows as they are then.
+    `tag_values` or `all_tags` lists the rows, once; before there are none. Later questions are about the rows as they
+    are then.
     """
 
-    def __init__(
-        self, session: Session, partition_id: str, keys: Sequence[str] | None = None, with_tags: bool = True
-    ) -> None:
-        """`with_tags=False`: `tags` is None, for less time. Raises `UnknownRows` for a partition or keys that do not
-        exist, `InvalidInput` for what names neither."""
+    def __init__(self, session: Session, partition_id: str, keys: Sequence[str] | None = None) -> None:
+        """Raises `UnknownRows` for a partition or keys that do not exist, `InvalidInput` for what names neither."""
         if type(partition_id) is not str:
             raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
         self._session = session
@@ -42,35 +42,59 @@ class RowListing:
             known = self._ask(m.ListPartitions(session.next_rid())).names
             raise UnknownRows(f"partition {partition_id!r:.200} does not exist{hint(partition_id, known)}")
         self.fields: dict[str, FieldSchema] = {field.name: field for field in info.schema}
-        found = None if with_tags or keys is not None or not self.fields else self._status([next(iter(self.fields))])
-        if found is not None:
-            self.rows: Ints = found[0]
-            self.tags: list[m.Tags] | None = None
-        else:
+        self.rows: Ints = np.empty(0, np.int64)
+        self._num_rows = info.rows
+        self._named: m.RowSet | None = None
+        if keys is not None:
             with collector_pause:  # of a tag for each row
-                told: m.RowSet = self._all_rows() if keys is None else self._rows_of(list(keys))
-            self.rows = numbers_of(told.rows)
-            self.tags = told.tags if with_tags and any(told.tags or ()) else None
-        if len(self.rows) > info.rows and keys is None:
-            self._leave_out_reserved()
+                self._named = self._rows_of(list(keys))
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def tag_names(self) -> list[str]:
+        """The names of tags that rows have now, in order of appearance."""
+        if self._named is not None:
+            return tag_columns.names_of(self._named.tags or [])
+        names: list[str] = self._ask(m.ListTags(self._session.next_rid(), self.partition_id, [])).names
+        return names
+
+    def tag_values(self, names: Sequence[str]) -> list[list[Any]]:
+        """List the rows; of each of these tags the value of each row, None where it has none."""
+        if self._named is not None:
+            tags = self.all_tags()
+            return [[tag.get(name) for tag in tags] for name in names]
+        found = None if names or not self.fields else self._status([next(iter(self.fields))])
+        if found is not None:
+            self.rows, columns = found[0], []
+        else:
+            with collector_pause:  # of values that are lists
+                told = self._ask(m.ListTags(self._session.next_rid(), self.partition_id, list(names)))
+            self.rows, columns = numbers_of(told.rows), told.columns
+        return self._without_reserved(columns)
+
+    def all_tags(self) -> list[m.Tags]:
+        """List the rows; the tags of each."""
+        found = self._named
+        with collector_pause:
+            told = found or self._ask(m.Scan(self._session.next_rid(), self.partition_id, []))
+        self.rows = numbers_of(told.rows)
+        tags = told.tags or [{}] * len(self.rows)
+        (tags,) = [tags] if found is not None else self._without_reserved([tags])
+        return tags
+
     def _ask(self, request: Any) -> Any:
         return self._session.call(Call(request, wait_s=self._session.timeout_s))[0]
 
-    def _all_rows(self) -> m.RowSet:
-        found: m.RowSet = self._ask(m.Scan(self._session.next_rid(), self.partition_id, []))
-        return found
-
-    def _leave_out_reserved(self) -> None:
-        """Rows that a declared partition holds ready for producers are none yet. It has them at its beginning only."""
+    def _without_reserved(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """Rows that a declared partition holds ready for producers are none yet. It has them at its beginning only.
+        Leaves them out, and what columns have of them."""
+        if len(self.rows) <= self._num_rows:
+            return columns
         found: m.PartitionDescription = self._ask(m.DescribePartition(self._session.next_rid(), self.partition_id))
         is_row = ~np.isin(self.rows, numbers_of(found.reserved) if found.known else [])
         self.rows = self.rows[is_row]
-        if self.tags is not None:
-            self.tags = [tag for tag, has in zip(self.tags, is_row, strict=True) if has]
+        return [list(itertools.compress(values, is_row)) for values in columns]
 
     def _rows_of(self, keys: list[str]) -> m.RowSet:
         if not keys or not set(map(type, keys)) <= {str}:
@@ -126,6 +150,7 @@ class RowListing:
             found = self._status([next(iter(self.fields))])
             return np.isin(rows, [] if found is None else found[0])
         try:
-            return np.isin(rows, numbers_of(self._all_rows().rows))
+            told = self._ask(m.ListTags(self._session.next_rid(), self.partition_id, []))
+            return np.isin(rows, numbers_of(told.rows))
         except UnknownRows:
             return np.zeros(len(rows), np.bool_)

@@ -24,17 +24,13 @@ def names_of(tags: Sequence[Tags]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(tags)))
 
 
-def column(tags: Sequence[Tags], name: str) -> pa.Array:
-    """The values of one name; null where a row has none, or None."""
-    return _array([tag.get(name) for tag in tags])
-
-
 def together(tags: Sequence[Tags]) -> pa.Array:
     """The tags of a row as one text, null where it has none."""
     return pa.array([texts.text_of(tag, None) if tag else None for tag in tags], pa.large_string())
 
 
-def _array(values: list[Any]) -> pa.Array:
+def column(values: list[Any]) -> pa.Array:
+    """The values of one name; null where a row has none, or None."""
     kinds = set(map(type, values)) - {type(None)}
     if kinds == {int, float} and any(type(value) is int and abs(value) > EXACT for value in values):
         kinds = {object}

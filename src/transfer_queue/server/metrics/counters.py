@@ -28,6 +28,7 @@ OPS: dict[type, tuple[tuple[str, str], ...]] = {
     m.Fetch: ((CONTROLLER, "GET_META"),),
     m.Insert: ((CONTROLLER, "GET_META"),),
     m.Scan: ((CONTROLLER, "GET_META"),),
+    m.ListTags: ((CONTROLLER, "GET_META"),),
     m.Find: ((CONTROLLER, "KV_RETRIEVE_META"),),
     m.NameRows: ((CONTROLLER, "KV_RETRIEVE_KEYS"),),
     m.ListKeys: ((CONTROLLER, "KV_LIST"),),

@@ -197,10 +197,12 @@ from transfer_queue.wire.messages.tasks import ALL as ALL
 from transfer_queue.wire.messages.tasks import Consumption as Consumption
 from transfer_queue.wire.messages.tasks import Fetch as Fetch
 from transfer_queue.wire.messages.tasks import Handed as Handed
+from transfer_queue.wire.messages.tasks import ListTags as ListTags
 from transfer_queue.wire.messages.tasks import Production as Production
 from transfer_queue.wire.messages.tasks import ResetConsumption as ResetConsumption
 from transfer_queue.wire.messages.tasks import RowStatus as RowStatus
 from transfer_queue.wire.messages.tasks import Scan as Scan
+from transfer_queue.wire.messages.tasks import TagColumns as TagColumns
 from transfer_queue.wire.messages.units import Blocks as Blocks
 from transfer_queue.wire.messages.units import CellDigests as CellDigests
 from transfer_queue.wire.messages.units import Cut as Cut
@@ -216,7 +218,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 ClientMessage: TypeAlias = (
@@ -231,13 +233,14 @@ ClientMessage: TypeAlias = (
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
     | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool | UnstartSlots
+    | ListTags
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
     | StepResumed | StepTaken | Tickets | SlotsClaimed | SlotsFinished | GroupsLent | CellDigests | KeyVersions
-    | ServiceOverview | CellMap | RowInspected
+    | ServiceOverview | CellMap | RowInspected | TagColumns
 )  # fmt: skip
 
 
@@ -301,7 +304,7 @@ MUTATING = frozenset((
 
 # They change nothing, so no standby hears of them, and what they are asked at is no time of an event.
 READS = frozenset((
-    Get, Scan, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
+    Get, Scan, ListTags, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
     ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
 ))  # fmt: skip
 

@@ -61,6 +61,22 @@ class Scan(Request):
     fields: list[str]
 
 
+class ListTags(Request):
+    """Every row of a partition with its values of the tags called `names` (`TagColumns`)."""
+
+    partition: str
+    names: list[str]
+
+
+class TagColumns(Reply):
+    """`columns` has a list for each of the tags asked for: the value of each row, None where it has none. `names`:
+    where none were asked for, those that rows have, in order of appearance."""
+
+    rows: bytes
+    columns: list[list[Any]]
+    names: list[str]
+
+
 class Consumption(Request):
     partition: str
     task: str
