@@ -427,6 +427,33 @@ def test_rows_that_come_before_those_of_the_last_round_are_cleared_are_of_the_ne
     assert box.answers() == [("waits", more[:2])]
 
 
+def test_all_rows_are_those_that_are_left_of_the_declared_ones() -> None:
+    box = Box()
+    declared(box, 4)
+    box.put(3), box.clear([1])
+    assert box.lend(m.ALL, wait_s=60, ticket="all") is None
+    box.put(1)
+    assert box.answers() == [("all", [0, 2, 3])]
+    assert box.lend(m.ALL, task="u", fields=["b"], wait_s=60, ticket="written later") is None
+    box.put([0, 2], fields=["b"])
+    assert box.answers() == []
+    box.clear([3])
+    assert box.answers() == [("written later", [0, 2])]
+    box.ack(1), box.ack(2), box.put(2), box.clear([0, 2])
+    assert box.lend(m.ALL, wait_s=60, ticket="next round") is None
+    box.put(2)
+    assert box.answers() == [("next round", [4, 5, 6, 7])]
+
+
+def test_cleared_rows_do_not_count_where_a_field_has_a_number_of_its_own() -> None:
+    box = Box()
+    box.handle(m.SetPartition(1, "p", 4, {}, {"a": 2}))
+    box.put(1, fields=["b"]), box.clear([0]), box.put(1)
+    assert box.lend(m.ALL, wait_s=60, ticket="two of a") is None
+    box.put(1)
+    assert box.answers() == [("two of a", [1, 2])]
+
+
 def test_more_rows_than_declared_are_used_and_cleared_before_the_loop_ends() -> None:
     box = Box()
     declared(box, 4)

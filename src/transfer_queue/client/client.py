@@ -100,8 +100,8 @@ class Operations:
         """(metadata, data) of `batch_size` ready rows: `get_meta` in mode "fetch" and `get_data` in one round trip.
 
         `batch_size` None: all rows, once as many are ready as `set_partition` said that there will be with these
-        fields, or in all; no sampler is asked. Waits, takes or lends, and raises as those two. When it raises, nothing
-        was taken. `dense`, `pad` and `slices` as in `get_data`.
+        fields, or in all (cleared rows count); no sampler is asked. Waits, takes or lends, and raises as those two.
+        When it raises, nothing was taken. `dense`, `pad` and `slices` as in `get_data`.
         """
         fields = ops.field_list(data_fields)
         ops.check_slices(slices, fields)

@@ -258,8 +258,12 @@ class Fetching:
 
     def shrunk(self, table: Table) -> None:
         """Rows were cleared, or fewer are expected."""
-        for task in table.tasks.values():
+        for task in list(table.tasks.values()):
             self._rows_consumed(table, task)
+            if table.is_filled:
+                waiting = [view for view in task.views.values() if view.waiters]
+                asked = [view for view in waiting if any(one.message.batch_size == ALL for one in view.waiters)]
+                self.serve(table, task, asked)
 
     def mark(self, message: MarkStep, session: bytes) -> Reply:
         """What was used of a step is acknowledged, and the step is marked; or neither. Of a batch, as of one that a
@@ -396,7 +400,7 @@ class Fetching:
     def _hand_out_all(self, request: Waiter[Fetch], table: Table, view: ReadyView) -> RowSet | None:
         """All ready rows, once there are as many as were declared to have the fields."""
         message, size = request.message, table.expects(request.message.fields)
-        if size is None or not view.count >= size > 0:
+        if size is None or not view.count or view.count + table.num_gone(message.fields) < size:
             return None
         slots = view.first(None, table.size)
         return self._grant(request, table, slots, row_set(message.rid, table, slots, message.fields))

@@ -103,6 +103,8 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
     if wanted == m.ALL:
         size = None if table is None else table.expects(message.fields)
         wanted = "the declared number of" if size is None else f"the {size} declared"
+        gone = 0 if table is None else table.num_gone(message.fields)
+        wanted += f", {gone} of them cleared," if gone else ""
     text = (
         f"partition {message.partition!r}: fewer than {wanted} rows with {message.fields} became ready "
         f"for task {message.task!r} within {message.timeout_s:g} s"

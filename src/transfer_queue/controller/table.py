@@ -374,6 +374,11 @@ class Table:
         """How many rows were declared to have these fields; None where nothing was said."""
         return min((self.sizes[name] for name in fields if name in self.sizes), default=self.declared)
 
+    def num_gone(self, fields: Sequence[str]) -> int:
+        """How many of the rows that were declared are cleared: none where a number was said for some of these fields,
+        since a cleared row may not have had them."""
+        return 0 if self.over or not self.sizes.keys().isdisjoint(fields) else self.cleared
+
     def rows_on(self, unit: int) -> Slots:
         """The slots of live rows with cells on a storage unit, and of some that had."""
         lies = np.zeros(self.size, np.bool_)
