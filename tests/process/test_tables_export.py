@@ -52,6 +52,12 @@ def test_a_file_has_the_rows_and_types_of_the_table(rows: str, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["a.parquet"]
 
 
+def test_a_name_of_many_bytes_is_one_for_a_file(rows: str, tmp_path: Path) -> None:
+    name = "ä" * 120 + ".parquet"
+    tq.export_table(rows, tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_what_is_there_is_kept_unless_it_is_a_file_to_overwrite(rows: str, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_text("mine")

@@ -97,7 +97,7 @@ def _drafted(place: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as held:
         draft = None
         while draft is None or _locked(draft, held) is False:  # somebody took it for one of a killed export
-            draft = place.with_name(f".{place.name[:200]}.{secrets.token_hex(8)}.tmp")
+            draft = place.with_name(f"{_draft_prefix(place)}{secrets.token_hex(8)}.tmp")
             draft.touch(exist_ok=False)
         try:
             _remove_left(place)
@@ -108,9 +108,14 @@ def _drafted(place: Path) -> Iterator[Path]:
             raise
 
 
+def _draft_prefix(place: Path) -> str:
+    """As much of the name as leaves space for the rest: a file system counts bytes."""
+    return f".{os.fsencode(place.name)[:200].decode(errors='ignore')}."
+
+
 def _remove_left(place: Path) -> None:
     """Drafts that nobody holds: their exports were killed."""
-    name = re.compile(re.escape(f".{place.name[:200]}.") + "[0-9a-f]{16}[.]tmp")
+    name = re.compile(re.escape(_draft_prefix(place)) + "[0-9a-f]{16}[.]tmp")
     for one in [one for one in place.parent.iterdir() if name.fullmatch(one.name)]:
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             if _locked(one, held):
