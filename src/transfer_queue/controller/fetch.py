@@ -98,12 +98,17 @@ class Fetching:
         return None
 
     def opened(self, table: Table) -> None:
-        """A partition was created: requests that waited for it now wait for its rows."""
-        if table.is_used_up:
-            return
+        """A partition was created: requests that waited for it now wait for its rows. Where all that it was to get was
+        used, as in one that was loaded, those that begin wait on, and loops that had some are over."""
         for request in self._orphans.pop(table.name, ()):
-            if self.parked.holds(request):
+            if not self.parked.holds(request):
+                continue
+            if self.dealing.is_early(table, request.message, holder_of(request)):
+                self._orphans.setdefault(table.name, []).append(request)
+            else:
                 self._wait(table, request)
+        if table.is_used_up:
+            self.shrunk(table)
 
     def begins(self, table: Table) -> None:
         """All that a partition was to get was used and cleared, and it is about to get rows again."""
