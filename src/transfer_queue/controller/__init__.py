@@ -10,6 +10,7 @@
      │   ├─ sampler_calls       the one who calls the sampler; what it answered, for a standby
      │   ├─ sampler_view        what a sampler is told of a partition
      │   ├─ dealing             batches of data-parallel ranks
+     │   ├─ sharing             what the sampler picks for them
      │   ├─ leases              rows that are lent, until when
      │   ├─ redelivery          rows that came back: attempts, delays, dead letters
      │   ├─ steps, taken        what tasks took in each step of a loop, to be handed out once more
