@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transfer_queue.errors import (
     NotReady,
     StorageKeyNotFoundError,
 )
+from transfer_queue.page import journey
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 
@@ -268,6 +270,25 @@ def test_a_snapshot_without_shapes_leaves_nothing_pinned(cluster: list[Host], mo
     assert not found.field_metadata["x"].per_sample_shapes
     assert sum(reader.client.stats()["pinned_nbytes"].values()) == before
     reader.client.clear_partition("shapes")
+
+
+def test_the_page_reads_a_bounded_part_of_what_lies_on_another_host(
+    cluster: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journey, "MAX_SENT_NBYTES", 1 << 20)
+    long, small = torch.arange(1 << 20), {"image": torch.zeros(1 << 16)}
+    values = {"long": long[None], "object": [{"image": torch.zeros(1 << 20)}], "small": [small]}
+    cluster[1].kv_put(["k"], "looks", values)
+    here, there = (
+        {one["name"]: one["text"] for one in journey.journey(cluster[number].client, "looks", "k", None)["fields"]}
+        for number in (1, 0)
+    )
+    assert there["long"] == here["long"].replace("1,048,576 numbers", "65,536 numbers")
+    assert there["small"] == here["small"]
+    assert "tensor" in here["object"]
+    assert re.fullmatch(r"4,19\d,\d+ bytes lie on another host.*; at most 1,048,576 are .*", there["object"])
+    assert not cluster[1].client.stats()["pinned_nbytes"]
+    cluster[0].client.clear_partition("looks")
 
 
 def test_cleared_rows_are_reported_as_cleared_on_every_host(cluster: list[Host]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, answer, session
 from transfer_queue.cli.previews import preview
-from transfer_queue.cli.tables import harmless, plain, print_json, print_table, seconds, size
+from transfer_queue.cli.tables import harmless, plain, print_json, print_table, seconds
 from transfer_queue.errors import TransferQueueError
 
 if TYPE_CHECKING:
@@ -48,13 +47,6 @@ def inspect(
 
 def _begin(found: Session, partition: str, row: int, field: FieldSchema) -> str:
     """How a value begins, or why that cannot be said."""
-    from transfer_queue.codec.dtypes import torch_dtype
-    from transfer_queue.schema import DENSE
-
-    if field.kind == DENSE and not found.is_local:
-        nbytes = math.prod(field.shape) * torch_dtype(field.dtype).itemsize
-        if nbytes > MAX_SENT_NBYTES:
-            return f"{field.dtype} {list(field.shape)}, not read: {size(nbytes)} over the network"
     try:
         return preview(_value(found, partition, row, field.name))
     except TransferQueueError as error:  # it was cleared meanwhile, or is pickled: nothing is evaluated here
@@ -73,7 +65,7 @@ def _value(found: Session, partition: str, row: int, field: str) -> Any:
 
     wanted = np.array([row], np.int64).tobytes()
     request = m.Get(found.next_rid(), partition, None, wanted, [field], True)
-    column = run(found, read(found, [request], copy=False))[field]
+    column = run(found, read(found, [request], most_sent=MAX_SENT_NBYTES))[field]
     one = column.unbind()[0] if getattr(column, "is_nested", False) else column[0]
     return getattr(one, "data", one) if type(one).__name__ == "NonTensorData" else one
 

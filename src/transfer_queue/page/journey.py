@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from transfer_queue.client.client import TransferQueueClient
+from transfer_queue.client.drivers import run
+from transfer_queue.client.images import TooMuch
+from transfer_queue.client.transfer.read import read
+from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import StorageKeyNotFoundError, TransferQueueError, UnknownRows
-from transfer_queue.metadata import BatchMeta
 from transfer_queue.page import shown
 from transfer_queue.page.png import is_picture, picture
 from transfer_queue.page.previews import preview
 from transfer_queue.page.printable import ident, printable
 from transfer_queue.schema import DENSE, RAGGED, FieldSchema
+from transfer_queue.wire import messages as m
 from transfer_queue.wire.messages.overview import RowEvent, RowInspected, RowOfTask
 
 MAX_EVENTS, MAX_READ = 100, 32
+MAX_SENT_NBYTES, WIDEST_NBYTES = 16 << 20, 16  # of one value that comes over a network; of a number
 MAX_ITEMS, MAX_NUMBERS = 1 << 20, 1 << 26  # that are read of a tensor: along its first dimension, and in all
 
 
@@ -99,9 +106,19 @@ def _is_large(field: FieldSchema) -> bool:
 
 
 def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> Any:
-    """The value itself; of a long tensor its beginning."""
-    meta = BatchMeta([row], [partition], {field.name: {}}, [1])
+    """The value itself; of a long tensor its beginning, of a large one that lies elsewhere a smaller part. Raises
+    `TooMuch` for another large value that lies elsewhere: only the whole of it can be read."""
     most = _most(field)
-    part = None if most is None else {field.name: Slice(0, most)}
-    column = client.get_data(meta, slices=part)[field.name]
-    return column[0]
+    try:
+        return _read(client, partition, row, field, most)
+    except TooMuch:
+        few = 0 if most is None else MAX_SENT_NBYTES // (WIDEST_NBYTES * max(1, math.prod(field.shape[1:])))
+        if not few:
+            raise
+    return _read(client, partition, row, field, few)
+
+
+def _read(client: TransferQueueClient, partition: str, row: int, field: FieldSchema, most: int | None) -> Any:
+    session, part = client.session, NO_SLICES if most is None else {field.name: Slice(0, most)}
+    request = m.Get(session.next_rid(), partition, None, np.array([row], np.int64).tobytes(), [field.name], True)
+    return run(session, read(session, [request], slices=part, most_sent=MAX_SENT_NBYTES))[field.name][0]

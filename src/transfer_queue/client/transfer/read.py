@@ -50,6 +50,7 @@ def read(
     located: tuple[m.Located, memoryview] | None = None,
     decoding: Decoding = VALUES,
     found_rows: Sequence[LocatedRows] = (),
+    most_sent: int | None = None,
 ) -> Operation[TensorDict]:
     """The rows of all requests, one after the other, as a TensorDict whose batch size is their number.
 
@@ -57,7 +58,8 @@ def read(
 
     Whole runs are views unless `copy`; `out` gives fields preallocated dense tensors to fill, `device` is where the
     result goes. With `dense` or `pad` the result holds no nested tensors, see `to_dense`. Of fields in `slices` only
-    such parts of the rows are read. `decoding`: what Python values are made of.
+    such parts of the rows are read. `decoding`: what Python values are made of. `most_sent`: bytes that may lie
+    elsewhere, see `received`.
     """
     check_pad(pad)
     where = None if device is None else device_called(device)
@@ -66,7 +68,7 @@ def read(
     replies = list(found_rows)
     own = copy or bool(out)
     for request in requests[len(replies) :]:
-        replies.append((yield from located_rows(session, request, own, slices, located)))
+        replies.append((yield from located_rows(session, request, own, slices, located, most_sent)))
         located = None
     gathers = own or any(len(part.runs) > RUN_NBYTES for one in replies for part in one.reply.parts)
     nbytes = sum(piece.nbytes for one in replies for piece in one.reply.pieces)
@@ -114,6 +116,7 @@ def located_rows(
     own: bool = False,
     slices: Mapping[str, Slice] = NO_SLICES,
     answer: tuple[m.Located, memoryview] | None = None,
+    most_sent: int | None = None,
 ) -> Operation[LocatedRows]:
     """Where the rows are, pinned, with what lay elsewhere. Looks again when blocks moved meanwhile."""
     looks = MAX_LOOKS
@@ -125,7 +128,7 @@ def located_rows(
         try:
             elsewhere = {}
             if lies_elsewhere(reply):
-                elsewhere = yield Trying(received(session, request, reply, slices))
+                elsewhere = yield Trying(received(session, request, reply, slices, most_sent))
         except (RowCleared, NotReached):
             looks -= 1
             if not looks:

@@ -13,7 +13,7 @@ import numpy as np
 
 from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
 from transfer_queue.client.engine import WrongBytes
-from transfer_queue.client.images import Wanted
+from transfer_queue.client.images import Wanted, check_sent
 from transfer_queue.client.session import Session
 from transfer_queue.codec.layout import Layout, decode_layout
 from transfer_queue.codec.rows import row_numbers
@@ -43,10 +43,14 @@ def lies_elsewhere(reply: m.Located) -> bool:
 
 
 def received(
-    session: Session, request: m.Get, reply: m.Located, slices: Mapping[str, Slice] = NO_SLICES
+    session: Session,
+    request: m.Get,
+    reply: m.Located,
+    slices: Mapping[str, Slice] = NO_SLICES,
+    most: int | None = None,
 ) -> Operation[dict[int, ReceivedBlock]]:
     """The pieces of `reply`, an answer to `request`, that lie elsewhere, by their number; the runs in `reply` then
-    count rows as received.
+    count rows as received. Raises `TooMuch` where that is more than `most` bytes.
 
     Raises `RowCleared` when a block is gone: its rows were cleared, moved, or lost by the storage engine. `NotReached`
     when its unit may be gone. `DataLost` for other bytes than were written.
@@ -60,47 +64,65 @@ def received(
         by_unit.setdefault(reply.pieces[piece].block >> m.UNIT_SHIFT, []).append(piece)
     servers = [reply.units.get(unit, "") for unit in by_unit]
     takes = [m.Take(session.next_rid(), [cuts[piece] for piece in pieces]) for pieces in by_unit.values()]
-    found: dict[int, ReceivedBlock] = {}
-    in_engine: dict[int, ReceivedBlock] = {}
-    registered: dict[int, _Registered] = {}
+    sorted_out = _Pieces(session, cuts, lying, most)
+    found, in_engine = sorted_out.found, dict[int, ReceivedBlock]()
     answers = yield Together([Call(take, to=to) for take, to in zip(takes, servers, strict=True)])
     pinned: list[tuple[str, m.Unpin]] = []
     try:
-        reads: list[Call] = []
         for (taken, payload), pieces, to in zip(answers, by_unit.values(), servers, strict=True):
             blocks = [one.block for one in taken.pieces if isinstance(one.location, PINNED)]
             pinned.append((to, m.Unpin(taken.rid, blocks)))
-            layouts = [decode_layout(layout) for layout in taken.layouts]
-            if len(taken.pieces) != len(pieces):
-                raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
-            for number, (piece, one) in enumerate(zip(pieces, taken.pieces, strict=True)):
-                if isinstance(one.location, m.InEngine):
-                    lying[piece] = _Lying(one, one.location, taken.layouts)
-                    continue
-                layout = layout_of(one, layouts)
-                if layout.nbytes > one.nbytes:
-                    raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
-                if isinstance(one.location, m.Registered):
-                    registered[piece] = _Registered(one.location, _wanted(cuts[piece], one, layout), to)
-                    continue
-                if isinstance(one.location, m.Inline):
-                    data = inline_bytes(payload, one.location.offset, one.nbytes)
-                else:
-                    data = session.pool.allocate(one.nbytes)
-                    reads += _reads(session, one.block, data, to)
-                found[piece] = ReceivedBlock(layout, data, number in taken.sliced)
-        if reads:
-            yield Together(reads)
-        if registered:
-            found |= yield from _read_registered(session, registered)
+            sorted_out.add(taken, payload, pieces, to)
+        if sorted_out.reads:
+            yield Together(sorted_out.reads)
+        if sorted_out.registered:
+            found |= yield from _read_registered(session, sorted_out.registered)
         if lying:
-            in_engine = yield from _read_from_engine(session, request, reply, cuts, lying)
+            in_engine = yield from _read_from_engine(session, request, reply, cuts, lying, most)
     finally:
         for to, unpin in pinned:
             if unpin.blocks:
                 yield Notify(unpin, to)
     _recount(reply, {piece: cuts[piece].rows for piece in found}, found)
     return found | in_engine
+
+
+class _Pieces:
+    """What units answered: blocks that are `found`, once the `reads` have filled them, `registered` ones, and those
+    that are `lying` in the storage engine."""
+
+    def __init__(self, session: Session, cuts: dict[int, m.Cut], lying: dict[int, _Lying], most: int | None) -> None:
+        self.found: dict[int, ReceivedBlock] = {}
+        self.registered: dict[int, _Registered] = {}
+        self.lying = lying
+        self.reads: list[Call] = []
+        self._session, self._cuts, self._most = session, cuts, most
+        self._nbytes = 0
+
+    def add(self, taken: m.Taken, payload: memoryview, pieces: Sequence[int], to: str) -> None:
+        """Those of one unit. Raises `ProtocolError`, `TooMuch`."""
+        layouts = [decode_layout(layout) for layout in taken.layouts]
+        if len(taken.pieces) != len(pieces):
+            raise ProtocolError(f"{len(taken.pieces)} pieces, {len(pieces)} were asked for")
+        for number, (piece, one) in enumerate(zip(pieces, taken.pieces, strict=True)):
+            if isinstance(one.location, m.InEngine):
+                self.lying[piece] = _Lying(one, one.location, taken.layouts)
+                continue
+            layout = layout_of(one, layouts)
+            if layout.nbytes > one.nbytes:
+                raise ProtocolError(f"a block of {one.nbytes} bytes with a layout of {layout.nbytes}")
+            if isinstance(one.location, m.Registered):
+                wanted = _wanted(self._cuts[piece], one, layout, self._most)
+                self.registered[piece] = _Registered(one.location, wanted, to)
+                continue
+            if isinstance(one.location, m.Inline):
+                data = inline_bytes(payload, one.location.offset, one.nbytes)
+            else:
+                self._nbytes += one.nbytes
+                check_sent(self._nbytes, self._most)
+                data = self._session.pool.allocate(one.nbytes)
+                self.reads += _reads(self._session, one.block, data, to)
+            self.found[piece] = ReceivedBlock(layout, data, number in taken.sliced)
 
 
 class _Registered(NamedTuple):
@@ -111,14 +133,14 @@ class _Registered(NamedTuple):
     to: str
 
 
-def _wanted(cut: m.Cut, piece: m.Piece, layout: Layout) -> Wanted:
+def _wanted(cut: m.Cut, piece: m.Piece, layout: Layout, most: int | None) -> Wanted:
     """Of the block that a unit offers: what was asked for and no more, or a larger one that has it."""
     rows = numbers_of(cut.rows)
     if layout.rows == len(rows):
         rows = np.arange(layout.rows)
     elif rows[-1] >= layout.rows:
         raise ProtocolError(f"rows {rows[0]}..{rows[-1]} of a block of {layout.rows}")
-    return Wanted(piece.block, piece.nbytes, layout, rows, frozenset(cut.fields))
+    return Wanted(piece.block, piece.nbytes, layout, rows, frozenset(cut.fields), most=most)
 
 
 def _read_registered(session: Session, lying: dict[int, _Registered]) -> Operation[dict[int, ReceivedBlock]]:
@@ -158,11 +180,16 @@ def _all_lying(reply: m.Located, pieces: Iterable[int]) -> dict[int, _Lying]:
 
 
 def _read_from_engine(
-    session: Session, request: m.Get, reply: m.Located, cuts: dict[int, m.Cut], lying: dict[int, _Lying]
+    session: Session,
+    request: m.Get,
+    reply: m.Located,
+    cuts: dict[int, m.Cut],
+    lying: dict[int, _Lying],
+    most: int | None,
 ) -> Operation[dict[int, ReceivedBlock]]:
     """These pieces, each as a block of its size of which what the rows need is there."""
     wanted = [
-        Wanted(cut.block, one.nbytes, one.layout, numbers_of(cut.rows), frozenset(cut.fields), one.key)
+        Wanted(cut.block, one.nbytes, one.layout, numbers_of(cut.rows), frozenset(cut.fields), one.key, most)
         for one, cut in ((one, cuts[piece]) for piece, one in lying.items())
     ]
     for one in wanted:
