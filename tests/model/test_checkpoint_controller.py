@@ -249,6 +249,20 @@ TestCheckpointModel.settings = settings(
 )  # fmt: skip
 
 
+def test_loops_over_a_partition_that_is_loaded_used_up_are_over_or_begin_with_the_next_rows() -> None:
+    box, saved = Box(), Box()
+    for one in (box, saved):
+        one.handle(m.SetPartition(1, "p", 2, {}))
+    saved.put(2), saved.clear([0, 1])
+    assert box.lend(1, until_done=True, batch_index=1, wait_s=60, ticket="had begun") is None
+    assert box.lend(1, until_done=True, batch_index=0, wait_s=60, ticket="begins") is None
+    state, blocks = exported(saved.controller.state)
+    box.controller.restoring.replace(state, moved(blocks))
+    assert box.answers() == [("had begun", [])]
+    box.put(2)
+    assert box.answers() == [("begins", [2])]
+
+
 def test_rows_that_were_there_and_are_cleared_are_known_after_a_load() -> None:
     box = Box()
     box.handle(m.SetPartition(1, "p", 4, {}))

@@ -16,6 +16,7 @@ from tables import Box, indexes
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler, SequentialSampler
 from transfer_queue.wire import messages as m
 
+LEASE_S = 1e6
 SAMPLERS = [SequentialSampler, GRPOGroupNSampler, RankAwareSampler]
 
 
@@ -66,7 +67,7 @@ class DealingModel(RuleBasedStateMachine):
     def fetch(self, rank: Rank, wait_s: float = 0.0) -> Any:
         sampling = {"dp_rank": rank.number, "batch_index": rank.batch}
         return self.box.handle(
-            m.Fetch(1, "p", ["a"], self.size, "t", sampling, wait_s, True, 10.0, True, dp_size=len(self.ranks),
+            m.Fetch(1, "p", ["a"], self.size, "t", sampling, wait_s, True, LEASE_S, True, dp_size=len(self.ranks),
                     used=rank.used),
             rank.session, rank.session,
         )  # fmt: skip
@@ -119,6 +120,24 @@ class DealingModel(RuleBasedStateMachine):
             rank.batch, rank.used = rank.batch + 1, 0
 
     @ready
+    @rule(number=number, delay_s=st.sampled_from([0.0, 5.0]))
+    def refuse(self, number: int, delay_s: float) -> None:
+        """A rank refuses a row, and goes on with the next one."""
+        rank = self.ranks[number % len(self.ranks)]
+        if rank.has_ended or not rank.held:
+            return
+        self.box.nack(rank.lease, [rank.held.pop(0)], delay_s)
+        rank.used += 1
+        if not rank.held:
+            rank.batch, rank.used = rank.batch + 1, 0
+
+    @ready
+    @rule()
+    def wait(self) -> None:
+        """The delays of rows that were refused are over; leases last on."""
+        self.box.expire(self.box.now + 5.0)
+
+    @ready
     @rule(number=number)
     def peer(self, number: int) -> None:
         """A tensor-parallel peer of a rank asks for what the rank has."""
@@ -153,7 +172,7 @@ class DealingModel(RuleBasedStateMachine):
     def stranger(self, count: int) -> None:
         """Somebody of the task, but of no rank, takes rows that are on offer."""
         self.strangers += 1
-        message = m.Fetch(1, "p", ["a"], count, "t", {"dp_rank": 9, "batch_index": self.strangers}, 0.0, True, 99.0)
+        message = m.Fetch(1, "p", ["a"], count, "t", {"dp_rank": 9, "batch_index": self.strangers}, 0.0, True, LEASE_S)
         reply = self.box.handle(message, None, b"stranger")
         self.box.controller.received(b"stranger", 1)
         if reply.rows:
@@ -179,6 +198,7 @@ class DealingModel(RuleBasedStateMachine):
             self.box.put(self.rows - self.total)
         for _ in range(len(self.strange)):
             self.stranger_ends(False)
+        self.box.expire(self.box.now + 5.0)
         for _ in range(6 * self.rows + 6 * len(self.ranks)):
             for rank in self.ranks:
                 self.work(rank.number)

@@ -163,6 +163,69 @@ def test_a_rank_that_dies_gives_its_share_back_and_keeps_it_in_the_group() -> No
     assert box.rows(1, 0, used=1, session=b"third") == [7, 8, 9], "with others in their place"
 
 
+def test_a_row_that_a_rank_refuses_is_dealt_in_a_later_batch() -> None:
+    box = Ranks(2, 2)
+    box.put(8)
+    box.handle(m.SetPartition(1, "p", 8, {}))
+    lease, rows = box.ask(1, 0, until_done=True)
+    assert (box.use(0, 0, until_done=True), rows) == ([0, 1], [2, 3])
+    box.nack(lease, [2])
+    box.ack(lease, [3])
+    assert [box.use(rank, 1, until_done=True) for rank in (0, 1)] == [[2, 4], [5, 6]]
+    assert [box.use(rank, 2, until_done=True) for rank in (0, 1)] == [[7], [7]], "the same number for every rank"
+    assert [box.ask(rank, 3, until_done=True) for rank in (0, 1)] == ["done", "done"]
+    assert all(box.consumed().values())
+
+
+def test_ranks_wait_until_a_refused_row_is_offered_again_and_as_often_as_it_may_be() -> None:
+    box = Ranks(1, 1, max_deliver=2)
+    box.put(1)
+    box.nack(box.ask(0, 0, until_done=True)[0], delay_s=5.0)
+    assert box.ask(0, 1, until_done=True, ticket="waits") is None
+    box.expire(5.0)
+    assert box.answers() == [("waits", [0])]
+    box.nack(box.controller.tables["p"].tasks["t"].lease[0], delay_s=5.0)
+    assert box.ask(0, 2, until_done=True) == "done"
+    assert list(box.dead_letters()) == [0]
+
+
+@pytest.mark.parametrize(("used", "rest"), [(1, [2, 3, 4]), (2, [2, 3])])
+def test_a_rank_that_comes_back_gets_another_row_where_one_that_it_refused_is_missing(
+    used: int, rest: list[int]
+) -> None:
+    box = Ranks(1, 4)
+    box.put(6)
+    lease, rows = box.ask(0, 0)
+    box.nack(lease, rows[:1], delay_s=50.0)
+    box.ack(lease, rows[1:2])
+    box.end_session(b"0")
+    assert box.rows(0, 0, used=used, session=b"again") == rest, "as many as it has left of this batch"
+
+
+def test_a_refused_row_that_the_sampler_leaves_does_not_keep_ranks_from_their_end() -> None:
+    box = Ranks(1, 2, sampler=GRPOGroupNSampler(n_samples_per_prompt=2))
+    box.put(4)
+    box.handle(m.SetPartition(1, "p", 4, {}))
+    lease, rows = box.ask(0, 0, until_done=True)
+    box.nack(lease, rows[:1])
+    box.ack(lease, rows[1:])
+    assert box.use(0, 1, until_done=True) == [2, 3]
+    assert box.ask(0, 2, until_done=True) == "done"
+    box.end_session(b"0")
+    assert box.consumed() == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_row_that_is_refused_after_a_rank_was_told_of_the_end_is_for_others() -> None:
+    box = Ranks(2, 1)
+    box.put(2)
+    lease, rows = box.ask(1, 0, until_done=True)
+    assert box.use(0, 0, until_done=True) == [0]
+    assert box.ask(0, 1, until_done=True) == "done"
+    box.nack(lease)
+    assert box.ask(1, 1, until_done=True) == "done"
+    assert box.fetch(1) == rows
+
+
 def test_the_share_of_a_dead_rank_is_free_though_it_never_asked_for_it() -> None:
     box = Ranks(2, 2)
     box.put(8)
@@ -468,91 +531,6 @@ def test_ranks_that_begin_after_all_was_cleared_wait_for_the_next_rows() -> None
     assert [box.ask(rank, 0, until_done=True, ticket=b"%d" % rank) for rank in (0, 1)] == [None, None]
     box.put(2)
     assert sorted(box.answers()) == [(b"0", [2]), (b"1", [3])]
-
-
-def loop(box: Ranks, rank: int, number: int) -> Any:
-    """What a rank is told that asks for a first batch in its loop of this number; "waits": it was parked."""
-    asked = box.ask(rank, 0, until_done=True, session=b"%d.%d" % (rank, number), ticket=(rank, number))
-    return "waits" if asked is None else asked
-
-
-def round_of_two(by_ack: bool) -> Ranks:
-    """Two ranks, of which rank 0 is done with its loop, and rank 1 has its rows, [1], on lease 2 yet."""
-    box = Ranks(2, 1)
-    box.handle(m.SetPartition(1, "p", 2, {}))
-    box.put(2)
-    assert [loop(box, rank, 0)[1] for rank in (0, 1)] == [[0], [1]]
-    if by_ack:
-        box.ack(1)
-    else:
-        box.clear([0])
-    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done"
-    return box
-
-
-@pytest.mark.parametrize("has_left", [False, True])
-def test_a_rank_that_begins_anew_while_others_are_at_their_last_batch_waits_for_the_next_round(has_left: bool) -> None:
-    box = round_of_two(by_ack=False)
-    for number in range(1, 4):
-        if has_left:
-            box.end_session(b"0.%d" % (number - 1))
-        assert loop(box, 0, number) == "waits"
-        box.clear([2 * number - 1])
-        assert box.answers() == []
-        assert box.ask(1, 1, until_done=True, session=b"1.%d" % (number - 1)) == "done"
-        box.end_session(b"1.%d" % (number - 1))
-        assert loop(box, 1, number) == "waits"
-        box.put(2)
-        assert sorted(box.answers()) == [((0, number), [2 * number]), ((1, number), [2 * number + 1])]
-        box.clear([2 * number])
-        assert box.ask(0, 1, until_done=True, session=b"0.%d" % number) == "done"
-        assert len(box.controller.tables["p"].tasks["t"].groups) <= 2, "those that are over are forgotten"
-
-
-def test_rows_of_the_next_round_are_dealt_while_a_rank_is_at_its_last_batch() -> None:
-    box = round_of_two(by_ack=False)
-    assert loop(box, 0, 1) == "waits"
-    box.put(2)
-    assert box.answers() == [((0, 1), [2])]
-    assert box.rows(1, 0, until_done=True, session=b"1.0") == [1], "the other asks for its share once more"
-    box.clear([1])
-    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
-    assert loop(box, 1, 1)[1] == [3]
-
-
-def test_a_loop_that_begins_anew_has_nothing_where_nothing_was_cleared() -> None:
-    box = round_of_two(by_ack=True)
-    assert loop(box, 0, 1) == "waits"
-    box.ack(2)
-    assert box.answers() == [((0, 1), [])]
-    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
-    assert loop(box, 1, 1) == "done"
-
-
-def test_a_member_may_begin_anew_in_the_same_session() -> None:
-    box = round_of_two(by_ack=False)
-    assert box.ask(0, 0, until_done=True, session=b"0.0", ticket="again") is None
-    box.clear([1])
-    box.put(2)
-    assert box.answers() == [("again", [2])]
-
-
-def test_a_rank_that_was_told_before_its_last_rows_were_used_gets_them_when_it_begins_anew() -> None:
-    box = Ranks(2, 1)
-    box.handle(m.SetPartition(1, "p", 2, {}))
-    box.put(2)
-    assert [loop(box, rank, 0)[1] for rank in (0, 1)] == [[0], [1]]
-    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done", "it is ahead of its work"
-    box.end_session(b"0.0")
-    assert loop(box, 0, 1)[1] == [0]
-
-
-def test_what_a_rank_left_that_does_not_come_back_is_dealt_to_those_who_began_anew() -> None:
-    box = round_of_two(by_ack=True)
-    box.end_session(b"0.0")
-    assert (loop(box, 0, 1), box.answers()) == ("waits", [])
-    box.end_session(b"1.0")
-    assert box.answers() == [((0, 1), [1])]
 
 
 @pytest.mark.parametrize("dp_size", [0, 1])

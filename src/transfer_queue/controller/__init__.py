@@ -10,6 +10,7 @@
      │   ├─ sampler_calls       the one who calls the sampler; what it answered, for a standby
      │   ├─ sampler_view        what a sampler is told of a partition
      │   ├─ dealing             batches of data-parallel ranks
+     │   ├─ sharing             what the sampler picks for them
      │   ├─ endings             when a loop over a partition has come to its end
      │   ├─ leases              rows that are lent, until when
      │   ├─ redelivery          rows that came back: attempts, delays, dead letters

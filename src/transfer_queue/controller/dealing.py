@@ -8,9 +8,15 @@ of a rank that has not asked for it yet is kept for it (`DEALT`), so that no oth
 
 Rows of a share that come back before they were used (the rank died, its lease is over, it gave them back) are *loose*:
 others of the task may take them, but no later deal does, so that the rank finds them when it asks again;
-what others took meanwhile is replaced as far as rows are ready. When its last member has ended the group is forgotten,
-and all that was kept for it is free; where a rank has not asked yet, the rows are free and loose, and the group stays.
-It is also forgotten when consumption is reset, and when the partition goes.
+what others took meanwhile is replaced as far as rows are ready.
+
+A row that its rank refused is not of the share any more: it comes in a later deal, or in the place of one that is gone.
+Where some rank was told of the end before, or where it is left over at the end and the sampler does not pick it, it is
+loose.
+
+When the last member of a group has ended it is forgotten, and all that was kept for it is free; where a rank has not
+asked yet, the rows are free and loose, and the group stays. It is also forgotten when consumption is reset, and when
+the partition goes.
 """
 
 from __future__ import annotations
@@ -37,9 +43,10 @@ Deal: TypeAlias = "dict[int, Share]"  # by rank; without those that began with a
 
 class Share:
     """What one rank got of a deal, as global indexes in order: `dealt` is all of it, `rows` what it gets when it asks.
-    `taken` were replaced, as others had taken them. `size` is what the largest share of the deal has."""
+    `taken` were replaced, as others had taken them, or will be, as the rank refused them. `size` is what the largest
+    share of the deal has."""
 
-    __slots__ = ("dealt", "is_cut", "is_torn", "rows", "size", "taken", "used")
+    __slots__ = ("dealt", "is_cut", "is_torn", "num_refused", "rows", "size", "taken", "used")
 
     def __init__(self, rows: Slots, size: int, used: int) -> None:
         self.rows = self.dealt = rows
@@ -48,11 +55,28 @@ class Share:
         self.used = used  # rows that the rank had used of this batch before it was dealt
         self.is_torn = False  # some rows came back, and were not asked for since: `rows` are those
         self.is_cut = False  # so it was once, and others were used before
+        self.num_refused = 0  # of `taken`, those that nothing was dealt for
 
     @property
     def own(self) -> Slots:
         """What comes back to it when it is given back."""
         return self.dealt[~np.isin(self.dealt, self.taken)] if len(self.taken) else self.dealt
+
+    def give_back(self, mine: Slots) -> None:
+        """These of its own rows came back."""
+        own = self.own
+        back = np.union1d(mine, self.rows) if self.is_torn else mine
+        self.is_torn = True
+        self.rows = own[np.isin(own, back)]
+        self.is_cut = self.is_cut or len(self.rows) < len(own)
+
+    def refuse(self, mine: Slots) -> None:
+        """These of its own rows are so no longer; its rank gets others in their place when it has no other left, or
+        comes back: peers of the rank get what it has."""
+        self.is_cut = True
+        self.rows = self.rows[~np.isin(self.rows, mine)]
+        self.taken = np.concatenate([self.taken, mine])
+        self.num_refused += len(mine)
 
     def wanted(self, used: int) -> int:
         """How many rows its rank is to get, which used so many already."""
@@ -78,6 +102,7 @@ class RankGroup:
         self.first: dict[int, int] = {}  # the lowest batch that each rank asked for
         self.deals: dict[int, Deal] = {}
         self.loose: set[int] = set()
+        self.refused: set[int] = set()  # rows that were dealt, and may be dealt again
         self.leases: set[int] = set()
         self.follows = follows
         self.ended: int | None = None  # the batch that there is not, as some ranks were told
@@ -117,12 +142,14 @@ class RankGroup:
         return slots[task.lease[slots] == DEALT]
 
     def owes(self, table: Table, task: Task, rank: int) -> bool:
-        """Whether a rank has rows that it did not use, though it was told of the end: it was ahead of its work."""
+        """Whether a rank has rows that it neither used nor refused, though it was told of the end: it was ahead of its
+        work."""
         slots = table.slots_of(
             np.concatenate([_NONE, *(deal[rank].own for deal in self.deals.values() if rank in deal)])
         )
         slots = slots[slots >= 0]
-        leases = task.lease[slots[~task.consumed[slots]]]
+        slots = slots[~task.consumed[slots] & ~np.isin(table.index[slots], list(self.refused))]
+        leases = task.lease[slots]
         return bool(np.isin(leases, [0, DEALT, *self.leases]).any())
 
     def num_open(self, table: Table, task: Task) -> int:
@@ -278,6 +305,7 @@ class Dealing:
             return False
         if group.is_told:
             group.ended, group.told, group.finished = None, set(), set()
+        group.refused.difference_update(rows.tolist())
         deal = group.deals.setdefault(batch, {})
         size = max((share.size for share in deal.values()), default=max(map(len, shares)))
         for rank, share in zip(ranks, shares, strict=True):
@@ -307,7 +335,10 @@ class Dealing:
                 task.reserve(task.offered(slots[slots >= 0]), DEALT)
 
     def mend(self, table: Table, message: Fetch, group: RankGroup, share: Share) -> int:
-        """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took."""
+        """A rank asks for a share of which rows had come back: they are its own again. Returns how many others took,
+        or it refused."""
+        if not share.is_torn:
+            return 0 if len(share.rows) else share.num_refused
         task = table.task(message.task)
         slots = table.slots_of(share.rows)
         alive = slots >= 0
@@ -318,15 +349,17 @@ class Dealing:
         share.taken = np.concatenate([share.taken, taken])
         share.rows = share.rows[free]
         share.is_torn = False
-        return len(taken)
+        return len(taken) + share.num_refused
 
-    def replace(self, table: Table, message: Fetch, share: Share, rows: Sequence[int]) -> None:
+    def replace(self, table: Table, message: Fetch, group: RankGroup, share: Share, rows: Sequence[int]) -> None:
         """Other rows in the place of those that are gone."""
         more = np.array(rows, np.int64)
         share.rows = np.concatenate([share.rows, more])
         share.dealt = np.concatenate([share.dealt[~np.isin(share.dealt, more)], more])  # one may be its own again
         share.taken = share.taken[~np.isin(share.taken, more)]
+        share.num_refused = max(0, share.num_refused - len(more))
         task = table.task(message.task)
+        group.refused.difference_update(rows)
         task.reserve(task.offered(table.slots_of(more)), DEALT)
 
     def padding(self, table: Table, message: Fetch, group: RankGroup, share: Share, own: Slots) -> Slots:
@@ -355,10 +388,28 @@ class Dealing:
             mine = own[np.isin(own, rows)]
             if len(mine):
                 group.loose.update(mine.tolist())
-                back = np.union1d(mine, share.rows) if share.is_torn else mine
-                share.is_torn = True
-                share.rows = own[np.isin(own, back)]
-                share.is_cut = share.is_cut or len(share.rows) < len(own)
+                share.give_back(mine)
+
+    def refused(self, table: Table, name: str, slots: Slots) -> None:
+        """A rank refused these rows, which are about to be offered again, maybe later: they may come in another deal.
+        Once some rank was told of the end there is none, and its rank is done with them all the same."""
+        groups: list[RankGroup] = table.tasks[name].groups
+        rows = table.index[slots]
+        for group, share in [(one, share) for one in groups for share in one.shares()]:
+            own = share.own
+            mine = own[np.isin(own, rows)]
+            if len(mine):
+                group.refused.update(mine.tolist())
+                if group.ended is None:
+                    share.refuse(mine)
+
+    def let_go_refused(self, group: RankGroup) -> bool:
+        """The sampler does not take what is left: refused rows are dealt no more. False where there are none."""
+        if not group.refused:
+            return False
+        group.loose |= group.refused
+        group.refused.clear()
+        return True
 
     def end_session(self, session: bytes, tables: Mapping[str, Table]) -> None:
         """A member is gone: the shares that are kept for its rank, unless it has other members, are for everybody."""

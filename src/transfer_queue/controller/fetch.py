@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.dealing import Dealing, RankGroup, Share
+from transfer_queue.controller.dealing import Dealing
 from transfer_queue.controller.endings import holder_of, is_complete, is_produced, rest
 from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
 from transfer_queue.controller.ledger import Ledger
@@ -18,6 +17,7 @@ from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.redelivery import Redelivery, check_max_deliver, redelivered
 from transfer_queue.controller.sampler_calls import SamplerCalls, refused_rest
 from transfer_queue.controller.sampler_view import SamplerView
+from transfer_queue.controller.sharing import SharePicker
 from transfer_queue.controller.staleness import Staleness, check_limit, for_sampler
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.table import Table, rows_bytes
@@ -53,9 +53,10 @@ class Fetching:
         self.unreceived = Unreceived()
         self.dealing = Dealing(self._freed)
         self.staleness = Staleness(tables, outbox, self._rows_consumed, self.unreceived, ledger)
-        self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back)
+        self.redelivery = Redelivery(tables, self._offered, self.staleness.admissions.give_back, self.dealing.refused)
         self.leases = Leases(tables, self._offered, self._rows_consumed, self.redelivery.came_back, self._recent)
         self.steps = Steps(tables, self._free_all, self._look_again, self._serve_all, ledger)
+        self.sharing = SharePicker(self.dealing, self.calls, self.steps)
         self.parked: WaitQueue[Fetch] = WaitQueue()
         self._on_behalf: dict[bytes, list[Waiter[Fetch]]] = {}  # by the session that would hold their rows
         self._orphans: dict[str, list[Waiter[Fetch]]] = {}  # their partition, or its next round, is not there (yet)
@@ -98,12 +99,17 @@ class Fetching:
         return None
 
     def opened(self, table: Table) -> None:
-        """A partition was created: requests that waited for it now wait for its rows."""
-        if table.is_used_up:
-            return
+        """A partition was created: requests that waited for it now wait for its rows. Where all that it was to get was
+        used, as in one that was loaded, those that begin wait on, and loops that had some are over."""
         for request in self._orphans.pop(table.name, ()):
-            if self.parked.holds(request):
+            if not self.parked.holds(request):
+                continue
+            if self.dealing.is_early(table, request.message, holder_of(request)):
+                self._orphans.setdefault(table.name, []).append(request)
+            else:
                 self._wait(table, request)
+        if table.is_used_up:
+            self.shrunk(table)
 
     def begins(self, table: Table) -> None:
         """All that a partition was to get was used and cleared, and it is about to get rows again."""
@@ -424,13 +430,15 @@ class Fetching:
             return nothing(message.rid, DONE)
         share = dealing.find(message, group)
         if share is None:
-            if not self._deal(message, table, view, group):
-                return None
+            if not self.sharing.deal(message, table, view, group):
+                # now: refused rows may be left over
+                is_over = message.until_done and dealing.is_over(table, message, group, holder_of(request))
+                return nothing(message.rid, DONE) if is_over else None
             self._remembered = True  # others may wait for theirs
             share = dealing.find(message, group)
             assert share is not None
-        elif share.is_torn:
-            self._mend(message, table, view, group, share)
+        elif share.is_torn or share.num_refused:
+            self.sharing.mend(message, table, view, group, share)
         own = table.slots_of(share.rows)
         own = own[own >= 0]
         if len(own) and not _all_ready(table, own, message.fields):
@@ -447,52 +455,6 @@ class Fetching:
         if reply.lease:
             group.leases.add(reply.lease)
         return reply
-
-    def _deal(self, message: Fetch, table: Table, view: ReadyView, group: RankGroup) -> bool:
-        """Deal a batch; False when its rows are not ready yet."""
-        ranks, size = self.dealing.to_deal(message, group)
-        total, loose = size * len(ranks), self.dealing.loose(table, message)
-        num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
-        if num_ready < self.calls.ask(self.sampler.least_ready, total):
-            if not message.until_done or self.dealing.num_left(table, message, group) != num_ready:
-                return False
-            if num_ready and not table.is_filled:
-                return False
-            total = num_ready
-        try:
-            shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
-        except InvalidInput as error:
-            raise refused_rest(error, num_ready if total == num_ready else 0, table.name) from None
-        if not self.dealing.enter(table, message, group, ranks, shares):
-            return False
-        taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
-        self.steps.dealt(message, taken, max(map(len, shares)))
-        return True
-
-    def _shares(
-        self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]
-    ) -> list[list[int]]:
-        """What the sampler picks for these ranks together."""
-        needed = self.calls.needs(total)
-        slots = view.first(None if needed is None else needed + len(loose), table.size)
-        candidates = table.index[slots[~np.isin(slots, loose)] if len(loose) else slots].tolist()
-        config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
-        config["partition"] = SamplerView(table)
-        shares, used = self.calls.deal(candidates, total, ranks, **config)
-        extra = np.setdiff1d(np.array(used, np.int64), np.array([row for share in shares for row in share], np.int64))
-        task, slots = table.task(message.task), table.slots_of(extra)
-        keep = task.reserve if self.sampler.reserves else task.consume
-        keep(task.offered(slots[slots >= 0]))
-        return shares
-
-    def _mend(self, message: Fetch, table: Table, view: ReadyView, group: RankGroup, share: Share) -> None:
-        """Complete a share of which others took rows meanwhile, as far as rows are ready."""
-        num_taken, loose = self.dealing.mend(table, message, group, share), self.dealing.loose(table, message)
-        if not num_taken or view.count - int(np.count_nonzero(view.ready[loose])) < num_taken:
-            return
-        with contextlib.suppress(InvalidInput):  # not a number of rows that the sampler picks
-            rows = self._shares(message, table, view, np.union1d(loose, table.slots_of(share.rows)), num_taken, [0])[0]
-            self.dealing.replace(table, message, share, rows)
 
     def _config(self, message: Fetch) -> dict[str, Any]:
         """What the sampler is to look at; where batches are dealt, it need not know about ranks."""

@@ -40,6 +40,7 @@ class FailedAttempt(NamedTuple):
 
     reason: str
     delay_s: float = 0.0
+    is_refusal: bool = False  # their holder said so
 
 
 EXPIRED, HOLDER_ENDED, UNTOLD = "the lease was over", "the holder's session ended", "refused"
@@ -127,7 +128,7 @@ class Leases:
                 self._end_rows(lease, rows, used=False)
             case m.Nack(rows=rows, delay_s=delay_s, reason=reason):
                 check_attempt(delay_s, reason)
-                self._end_rows(lease, rows, used=False, attempt=FailedAttempt(reason or UNTOLD, delay_s))
+                self._end_rows(lease, rows, used=False, attempt=FailedAttempt(reason or UNTOLD, delay_s, True))
         return m.Lent(message.rid, self._left(lease))
 
     def check(self, number: int, rows: bytes | None) -> None:

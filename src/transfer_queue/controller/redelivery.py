@@ -49,19 +49,22 @@ def _waits(delay: Delay) -> bool:
 
 class Redelivery:
     """`offered(table, task name, slots)` is called for rows that came back, after those that nobody is to get now were
-    marked; `given_up(task name, count)` for dead letters that have an admission to give back. `max_deliver` is for
-    tasks that ask for nothing else."""
+    marked; `given_up(task name, count)` for dead letters that have an admission to give back;
+    `refused(table, task name, slots)` before `offered`, for rows that their holder refused. `max_deliver` is for tasks
+    that ask for nothing else."""
 
     def __init__(
         self,
         tables: Mapping[str, Table],
         offered: Callable[[Table, str, Slots], None],
         given_up: Callable[[str, int], None],
+        refused: Callable[[Table, str, Slots], None],
     ) -> None:
         self.max_deliver: int | None = None
         self._tables = tables
         self._offered = offered
         self._given_up = given_up
+        self._refused = refused
         self._delays: list[Delay] = []  # a heap
         self._numbers = itertools.count()
         self._num_kept = MIN_KEPT  # how many were left when they were looked through
@@ -92,6 +95,8 @@ class Redelivery:
             heapq.heappush(self._delays, delay)
             if len(self._delays) > 2 * self._num_kept:
                 self._forget_the_gone()
+        if attempt.is_refusal:
+            self._refused(table, name, slots)
         self._offered(table, name, slots)
 
     def next_deadline(self) -> float | None:

@@ -24,6 +24,7 @@ from transfer_queue.dataloader.work import Work
 from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
 from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
 
 __all__ = ["StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
@@ -95,6 +96,8 @@ class StreamingDataset(IterableDataset[Any]):
         dp_size: int | None = None,
     ) -> None:
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
+        batch_size = whole_number(batch_size, "batch_size")
+        micro_batch_size = whole_number(micro_batch_size, "micro_batch_size")
         if micro_batch_size < 1:
             raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
         if len(field_list(data_fields)) < 1:
@@ -120,7 +123,7 @@ class StreamingDataset(IterableDataset[Any]):
             self.sampling_config["dp_size"] = rank.size
         if max_staleness is not None:
             self.sampling_config["max_staleness"] = max_staleness
-        self.lease_s = lease_s
+        self.lease_s = None if lease_s is None else float(lease_s)
         self.prefetch = bool(rank.size) if prefetch is None else prefetch
         self.until_cleared = False  # whether the stream also ends when its partition is cleared
         self.replays = True  # whether batches stay in `buffer`

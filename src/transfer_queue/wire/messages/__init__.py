@@ -28,6 +28,7 @@ lease of a request (b"": not known); a server of another life refuses it.
 from __future__ import annotations
 
 import gc
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -244,15 +245,17 @@ ServerMessage: TypeAlias = (
 )  # fmt: skip
 
 
-def _plain_int(value: object) -> int:
-    """Integers of other libraries, such as NumPy's, travel as Python's."""
+def _plain_number(value: object) -> int | float:
+    """Numbers of other libraries, such as NumPy's, travel as Python's."""
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        return float(value)
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidInput(f"an argument of type {type(value).__qualname__}: {value!r:.200}") from None
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_plain_int).encode
+encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
 
 

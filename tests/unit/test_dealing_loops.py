@@ -1,0 +1,105 @@
+"""Loop after loop of data-parallel ranks over one partition, which each rank begins when it likes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_dealing import Ranks
+
+from transfer_queue.wire import messages as m
+
+
+def loop(box: Ranks, rank: int, number: int) -> Any:
+    """What a rank is told that asks for a first batch in its loop of this number; "waits": it was parked."""
+    asked = box.ask(rank, 0, until_done=True, session=b"%d.%d" % (rank, number), ticket=(rank, number))
+    return "waits" if asked is None else asked
+
+
+def round_of_two(by_ack: bool) -> Ranks:
+    """Two ranks, of which rank 0 is done with its loop, and rank 1 has its rows, [1], on lease 2 yet."""
+    box = Ranks(2, 1)
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    box.put(2)
+    assert [loop(box, rank, 0)[1] for rank in (0, 1)] == [[0], [1]]
+    if by_ack:
+        box.ack(1)
+    else:
+        box.clear([0])
+    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done"
+    return box
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_rank_that_begins_anew_while_others_are_at_their_last_batch_waits_for_the_next_round(has_left: bool) -> None:
+    box = round_of_two(by_ack=False)
+    for number in range(1, 4):
+        if has_left:
+            box.end_session(b"0.%d" % (number - 1))
+        assert loop(box, 0, number) == "waits"
+        box.clear([2 * number - 1])
+        assert box.answers() == []
+        assert box.ask(1, 1, until_done=True, session=b"1.%d" % (number - 1)) == "done"
+        box.end_session(b"1.%d" % (number - 1))
+        assert loop(box, 1, number) == "waits"
+        box.put(2)
+        assert sorted(box.answers()) == [((0, number), [2 * number]), ((1, number), [2 * number + 1])]
+        box.clear([2 * number])
+        assert box.ask(0, 1, until_done=True, session=b"0.%d" % number) == "done"
+        assert len(box.controller.tables["p"].tasks["t"].groups) <= 2, "those that are over are forgotten"
+
+
+def test_rows_of_the_next_round_are_dealt_while_a_rank_is_at_its_last_batch() -> None:
+    box = round_of_two(by_ack=False)
+    assert loop(box, 0, 1) == "waits"
+    box.put(2)
+    assert box.answers() == [((0, 1), [2])]
+    assert box.rows(1, 0, until_done=True, session=b"1.0") == [1], "the other asks for its share once more"
+    box.clear([1])
+    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
+    assert loop(box, 1, 1)[1] == [3]
+
+
+def test_a_loop_that_begins_anew_has_nothing_where_nothing_was_cleared() -> None:
+    box = round_of_two(by_ack=True)
+    assert loop(box, 0, 1) == "waits"
+    box.ack(2)
+    assert box.answers() == [((0, 1), [])]
+    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
+    assert loop(box, 1, 1) == "done"
+
+
+def test_a_member_may_begin_anew_in_the_same_session() -> None:
+    box = round_of_two(by_ack=False)
+    assert box.ask(0, 0, until_done=True, session=b"0.0", ticket="again") is None
+    box.clear([1])
+    box.put(2)
+    assert box.answers() == [("again", [2])]
+
+
+def test_a_rank_that_was_told_before_its_last_rows_were_used_gets_them_when_it_begins_anew() -> None:
+    box = Ranks(2, 1)
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    box.put(2)
+    assert [loop(box, rank, 0)[1] for rank in (0, 1)] == [[0], [1]]
+    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done", "it is ahead of its work"
+    box.end_session(b"0.0")
+    assert loop(box, 0, 1)[1] == [0]
+
+
+def test_a_rank_that_refused_a_row_of_its_last_batch_begins_anew_with_the_others() -> None:
+    box = round_of_two(by_ack=False)
+    assert loop(box, 0, 1) == "waits"
+    box.nack(2)
+    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
+    assert loop(box, 1, 1) == "waits"
+    box.end_session(b"0.0"), box.end_session(b"1.0")
+    assert sorted(box.answers()) == [((0, 1), [1]), ((1, 1), [1])], "a rest of one row, which is repeated"
+
+
+def test_what_a_rank_left_that_does_not_come_back_is_dealt_to_those_who_began_anew() -> None:
+    box = round_of_two(by_ack=True)
+    box.end_session(b"0.0")
+    assert (loop(box, 0, 1), box.answers()) == ("waits", [])
+    box.end_session(b"1.0")
+    assert box.answers() == [((0, 1), [1])]
