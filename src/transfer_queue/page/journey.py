@@ -80,8 +80,8 @@ def _previewed(client: TransferQueueClient, partition: str, row: int, field: Fie
     if _is_large(field):
         return _unread("not read: too large")
     try:
-        value = _value(client, partition, row, field)
-        return preview(value, _is_cut(value, field))
+        value, most = _value(client, partition, row, field)
+        return preview(value, _is_cut(value, field, most))
     except (UnknownRows, StorageKeyNotFoundError):
         return _unread("cleared meanwhile")
     except TransferQueueError as error:  # pickled, lost with its host, no decoder here
@@ -106,25 +106,25 @@ def _is_large(field: FieldSchema) -> bool:
     return _most(field) == 0
 
 
-def _is_cut(value: Any, field: FieldSchema) -> bool:
-    """Whether there is more of a tensor than was read; or may be, where rows are of different lengths."""
-    most = _most(field)
+def _is_cut(value: Any, field: FieldSchema, most: int | None) -> bool:
+    """Whether there is more of a tensor than the `most` that were read; or may be, where rows differ in length."""
     if most is None:
         return False
     return len(value) < field.shape[0] if field.shape[0] >= 0 else len(value) >= most
 
 
-def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> Any:
-    """The value itself; of a long tensor its beginning, of a large one that lies elsewhere a smaller part. Raises
-    `TooMuch` for another large value that lies elsewhere: only the whole of it can be read."""
+def _value(client: TransferQueueClient, partition: str, row: int, field: FieldSchema) -> tuple[Any, int | None]:
+    """The value itself; of a long tensor its beginning, of a large one that lies elsewhere a smaller part; and how many
+    items were read at most (None: all). Raises `TooMuch` for another large value that lies elsewhere: only the whole of
+    it can be read."""
     most = _most(field)
     try:
-        return _read(client, partition, row, field, most)
+        return _read(client, partition, row, field, most), most
     except TooMuch:
         few = 0 if most is None else MAX_SENT_NBYTES // (WIDEST_NBYTES * max(1, math.prod(field.shape[1:])))
         if not few:
             raise
-    return _read(client, partition, row, field, few)
+    return _read(client, partition, row, field, few), few
 
 
 def _read(client: TransferQueueClient, partition: str, row: int, field: FieldSchema, most: int | None) -> Any:
