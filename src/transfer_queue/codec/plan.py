@@ -62,6 +62,8 @@ def python_nbytes(batch: TensorDictBase | Mapping[str, Any], rows: int) -> int:
         elif isinstance(column, (list, tuple)) and column:
             numbers = len(column[0]) if type(column[0]) is list else 0
             found += rows * (VALUE_NBYTES + NUMBER_NBYTES * numbers)
+        elif isinstance(column, TensorDictBase):
+            found += python_nbytes(column, rows)
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.client.describing import field_specs
-from transfer_queue.client.effects import Call, Operation, Together
+from transfer_queue.client.effects import Call, Offload, Operation, Together
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.kv import keyed_meta
 from transfer_queue.client.session import Session
@@ -25,7 +25,7 @@ from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.write import TargetRows, store
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import items_of, plan_batch
+from transfer_queue.codec.plan import items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import (
     BatchMismatch,
@@ -327,9 +327,13 @@ class _CellUpdate:
     def prepare(self, session: Session) -> Operation[None]:
         """Read and compute."""
         old = yield from self._read(session)
-        self.plan = plan_batch(self._results(old), self._target.num, session.allow_pickle)
+        nbytes = python_nbytes(self._new, self._target.num)
+        self.plan = yield Offload(lambda: self._planned(old, session.allow_pickle), nbytes)
         names = [field.name for field in self.plan.schema()]
         self._expected = np.concatenate([old.places[name].reshape(-1) for name in names]).tobytes()
+
+    def _planned(self, old: _Old, allow_pickle: bool) -> BlockPlan:
+        return plan_batch(self._results(old), self._target.num, allow_pickle)
 
     def carry_out(self, session: Session) -> Operation[m.Committed]:
         """Write what was prepared; prepare it again until nobody else wrote in between."""
