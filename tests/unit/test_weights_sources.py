@@ -197,10 +197,14 @@ def test_a_module_that_got_or_lost_a_tensor_is_refused() -> None:
         source.tensors()
 
 
-def test_a_modules_tensor_of_another_shape_is_refused() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_modules_tensor_of_another_shape_is_refused(in_place: bool) -> None:
     module = Averaging()
     source = ModuleSource(module)
-    module.average = torch.zeros(3)
+    if in_place:
+        module.average.data = torch.zeros(3)
+    else:
+        module.average = torch.zeros(3)
     with pytest.raises(InvalidInput, match=r"'average' is \[3\], and was \[2\]"):
         source.tensors()
 

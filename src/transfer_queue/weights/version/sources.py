@@ -126,6 +126,11 @@ class ModuleSource(StateDictSource):
     def __init__(self, module: torch.nn.Module, *, rename: Rename | None = None) -> None:
         self._module = module
         super().__init__(named_weights(module), rename=rename)
+        _ = self._first_shapes  # now: those of a tensor may change
+
+    @functools.cached_property
+    def _first_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def specs(self) -> list[TensorMeta]:
         self._look_again()
@@ -153,9 +158,10 @@ class ModuleSource(StateDictSource):
         replaced = [name for name, before in self._tensors.items() if now[name] is not before]
         for name in replaced:
             check_plain(name, local_of(now[name]) if is_sharded(now[name]) else now[name])
-            if now[name].shape != self._tensors[name].shape:
-                shapes = list(now[name].shape), list(self._tensors[name].shape)
-                raise InvalidInput(f"{name!r} is {shapes[0]}, and was {shapes[1]} when the module's source was made")
+        for name, shape in self._first_shapes.items():
+            if now[name].shape != shape:
+                text = f"{name!r} is {list(now[name].shape)}, and was {list(shape)}"
+                raise InvalidInput(f"{text} when the module's source was made")
         for alias, name in self._aliases.items():
             if not ties({name: now[name], alias: now[alias]}):
                 raise InvalidInput(f"{alias!r} was {name!r} when the module's source was made, and is not any more")
