@@ -27,7 +27,7 @@ import sys
 import tempfile
 import termios
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +206,9 @@ CHILDREN = Zygote(
 
 # in the zygote
 
+_TAKEN_APART = {"sys", "builtins", "__main__", "transfer_queue"}
+_OTHERS: set[str] = set()  # in a child, modules that it was forked with
+
 
 def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
     """Fork a child for every request. Returns None when the owner has ended, and in a child what it has to do."""
@@ -244,16 +247,16 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
             conn.send(b"%d" % pid)
 
 
-def end_soon(large: Collection[str]) -> None:
-    """Have this process end as an interpreter does, but for what costs 0.25 s of a processor and is not ours: neither
-    these modules are taken apart, nor what C++ has made for them. Their memory would be copied for that."""
-    atexit.register(_keep, large)  # the first one is called last
+def end_soon() -> None:
+    """Have this child end as an interpreter does, but for what costs 0.25 s of a processor and is not ours: neither
+    are the zygote's modules taken apart (`_keep`), nor what C++ has made for them. Their memory would be copied."""
+    _OTHERS.update(name for name in sys.modules if name.partition(".")[0] not in _TAKEN_APART)
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # the last one is called first, with the status
 
 
-def _keep(large: Collection[str]) -> None:
-    kept = [sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in large]
+def _keep() -> None:
+    kept = [sys.modules.pop(name, None) for name in _OTHERS]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
@@ -261,10 +264,10 @@ def have_servers_forked(where: Callable[[], str]) -> None:
     """The servers that this process starts come from the zygote at `where()`, as long as they inherit the same."""
     from transfer_queue.launch import local
 
-    here = _surroundings()
+    here, ours = _surroundings(), [sys.executable, *local.COMMAND]
 
     def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes] | Forked:
-        if command[1:] != [*local.COMMAND] or _surroundings() != here:
+        if command != ours or _surroundings() != here:
             return subprocess.Popen(command, **options)
         job = {"arguments": command[1:], "environment": options["env"], "cwd": os.getcwd(), "own": True}
         return ask_with_pipes(where(), job, 2, options["pass_fds"])
@@ -330,6 +333,7 @@ def become(job: dict[str, Any], path: list[str]) -> None:
 
 def main(where: str, owner: str, *modules: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the owner ends this process
+    atexit.register(_keep)  # the first one is called last, after those that the modules register
     path = sys.path[1:]
     sys.path[:] = [*SOURCES_AND_HELPERS.split(os.pathsep), *path]
     for module in modules:
@@ -342,7 +346,7 @@ def main(where: str, owner: str, *modules: str) -> None:
         print("ready", flush=True)
         job = serve(listener, int(owner))
     if job is not None:
-        end_soon({*(one.partition(".")[0] for one in sys.modules)} - {"sys", "builtins", "__main__", "transfer_queue"})
+        end_soon()
         become(job, path)
 
 

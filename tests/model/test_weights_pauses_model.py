@@ -201,11 +201,14 @@ class PausesModel(RuleBasedStateMachine):
         self.wait()
 
     def wait(self) -> None:
-        """Until every thread has ended, or stands at a stop, or waits for those that do."""
+        """Until every thread has ended, or stands at a stop, or waits for those that do, or for the end of a freeze."""
 
         def has_settled() -> bool:
-            num_stops, num_waiting = len(self.generation.stops), len(self.pauses._overtaken)
-            return self.num_running == num_stops + num_waiting and (num_stops > 0 or not num_waiting)
+            waiting, num_stops = list(self.pauses._overtaken), len(self.generation.stops)
+            if self.num_running != num_stops + len(waiting):
+                return False
+            frozen = {owner for owner, one in self.pauses._held.copy().items() if one.mode == "keep"}
+            return num_stops > 0 or all(one.mode == "wait" and frozen - {one.owner} for one in waiting)
 
         end = time.monotonic() + ROOM_S
         with self.generation.changed:

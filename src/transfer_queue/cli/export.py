@@ -33,7 +33,7 @@ def export(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a partition as Parquet, or as a dataset of Hugging Face.
+    """Write a partition as Parquet, or for Hugging Face.
 
     Whole and on disk, or not at all. Needs the extra `arrow` (docs/tables.md).
     """

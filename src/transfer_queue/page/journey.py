@@ -47,7 +47,7 @@ def image_of(client: TransferQueueClient, partition: str, row: int, field_id: st
     """A PNG of one value, None where that is no picture. Raises `UnknownRows`, as the client otherwise."""
     found = client.inspect_row(partition, None, row)
     field = next((one for one in found.written if ident(one.name) == field_id), None)
-    value = None if field is None or _is_large(field) else _value(client, partition, row, field)
+    value = None if field is None or _is_large(field) else _value(client, partition, row, field)[0]
     return picture(value) if is_picture(value) else None
 
 
