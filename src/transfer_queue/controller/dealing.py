@@ -21,7 +21,7 @@ the partition goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -381,27 +381,17 @@ class Dealing:
 
     def offered(self, table: Table, name: str, slots: Slots) -> None:
         """Rows of a task are free again: those of shares are loose."""
-        groups: list[RankGroup] = table.tasks[name].groups
-        rows = table.index[slots]
-        for group, share in [(one, share) for one in groups for share in one.shares()]:
-            own = share.own
-            mine = own[np.isin(own, rows)]
-            if len(mine):
-                group.loose.update(mine.tolist())
-                share.give_back(mine)
+        for group, share, mine in _dealt(table.tasks[name].groups, table.index[slots]):
+            group.loose.update(mine.tolist())
+            share.give_back(mine)
 
     def refused(self, table: Table, name: str, slots: Slots) -> None:
         """A rank refused these rows, which are about to be offered again, maybe later: they may come in another deal.
         Once some rank was told of the end there is none, and its rank is done with them all the same."""
-        groups: list[RankGroup] = table.tasks[name].groups
-        rows = table.index[slots]
-        for group, share in [(one, share) for one in groups for share in one.shares()]:
-            own = share.own
-            mine = own[np.isin(own, rows)]
-            if len(mine):
-                group.refused.update(mine.tolist())
-                if group.ended is None:
-                    share.refuse(mine)
+        for group, share, mine in _dealt(table.tasks[name].groups, table.index[slots]):
+            group.refused.update(mine.tolist())
+            if group.ended is None:
+                share.refuse(mine)
 
     def let_go_refused(self, group: RankGroup) -> bool:
         """The sampler does not take what is left: refused rows are dealt no more. False where there are none."""
@@ -450,6 +440,15 @@ class Dealing:
         freed = table.tasks[name].take_back(slots, DEALT, used=False)
         if len(freed) or is_news:
             self._free(table, name, freed)
+
+
+def _dealt(groups: list[RankGroup], rows: Slots) -> Iterator[tuple[RankGroup, Share, Slots]]:
+    """The shares that have some of these rows, each with its group and the rows that they are."""
+    for group, share in [(one, share) for one in groups for share in one.shares()]:
+        own = share.own
+        mine = own[np.isin(own, rows)]
+        if len(mine):
+            yield group, share, mine
 
 
 def rank_and_batch(message: Fetch) -> tuple[int, int]:
