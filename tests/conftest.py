@@ -139,12 +139,16 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     until(lambda: _children() <= before[1], "the end of child processes", 5)
     until(lambda: _threads() <= before[2], "the end of threads", 5)
-    if not _open_files() <= before[0]:
-        gc.collect()
-    left = _open_files() - before[0]
-    if request.node.get_closest_marker("keeps_sockets") is not None:
-        left = {one for one in left if " socket:" not in one}
-    assert not left
+    keeps_sockets = request.node.get_closest_marker("keeps_sockets") is not None
+
+    def left() -> set[str]:
+        found = {one for one in _open_files() - before[0] if not (keeps_sockets and " socket:" in one)}
+        if found:
+            gc.collect()
+        return found
+
+    left()
+    until(lambda: not left(), "the end of descriptors", 5)  # a thread that ends may hold the last of them
     until(lambda: _shared_memory() <= before[3], "the end of shared memory", 5)  # it may be another process's
 
 
