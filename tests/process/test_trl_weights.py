@@ -118,6 +118,25 @@ def test_what_trl_has_frozen_comes_from_the_checkpoint(server: Child, tmp_path: 
     server.finish()
 
 
+def waits(client: WeightSyncClient, caplog: pytest.LogCaptureFixture) -> tuple[TrlTransfer, threading.Thread]:
+    """One that has looked for its server in vain, in a thread that goes on looking."""
+    caplog.clear()
+    transfer = TrlTransfer(client, deadline_s=60.0)
+    waiting = threading.Thread(target=transfer.init_weight_transfer)
+    waiting.start()
+    until(lambda: "do not answer yet" in caplog.text, "a look in vain")
+    return transfer, waiting
+
+
+def comes_up(child: Callable[[str], Child], port: int, waiting: threading.Thread) -> Child:
+    """The server that this thread waits for, which ends then."""
+    server = child(SERVER.replace("PORT = 0", f"PORT = {port}"))
+    server.line()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    return server
+
+
 def test_a_server_that_still_loads_is_waited_for(
     child: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,15 +148,8 @@ def test_a_server_that_still_loads_is_waited_for(
         client = WeightSyncClient(f"http://127.0.0.1:{port}", "token")
         with pytest.raises(ServiceUnavailable):
             TrlTransfer(client, deadline_s=0.1).init_weight_transfer()
-        caplog.clear()
-        transfer = TrlTransfer(client, deadline_s=60.0)
-        waiting = threading.Thread(target=transfer.init_weight_transfer)
-        waiting.start()
-        until(lambda: "do not answer yet" in caplog.text, "a look in vain")
-    server = child(SERVER.replace("PORT = 0", f"PORT = {port}"))
-    server.line()
-    waiting.join(20)
-    assert not waiting.is_alive()
+        transfer, waiting = waits(client, caplog)
+    server = comes_up(child, port, waiting)
     transfer.send_weights(given(new_model()))
     assert asked(server)[:2] == ["1", "False"]
     transfer.destroy()
@@ -156,15 +168,8 @@ def test_a_server_that_takes_calls_and_is_silent_while_it_loads_is_waited_for(
         client = WeightSyncClient(f"http://127.0.0.1:{port}", "token", timeout_s=1.0)
         with pytest.raises(DeadlineExceeded):
             TrlTransfer(client, deadline_s=0.1).init_weight_transfer()
-        caplog.clear()
-        transfer = TrlTransfer(client, deadline_s=60.0)
-        waiting = threading.Thread(target=transfer.init_weight_transfer)
-        waiting.start()
-        until(lambda: "do not answer yet" in caplog.text, "a look in vain")
-    server = child(SERVER.replace("PORT = 0", f"PORT = {port}"))
-    server.line()
-    waiting.join(20)
-    assert not waiting.is_alive()
+        transfer, waiting = waits(client, caplog)
+    server = comes_up(child, port, waiting)
     transfer.destroy()
     server.say()
     server.finish()
