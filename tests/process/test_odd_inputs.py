@@ -440,8 +440,53 @@ def test_floats_of_other_libraries_are_floats(shared: tq.TransferQueueClient, pa
 def test_what_is_no_integer_is_refused_by_its_type(shared: tq.TransferQueueClient, part: str) -> None:
     with pytest.raises(InvalidInput, match="an argument of type object"):
         shared.take(part, ["x"], object(), "t")  # type: ignore[call-overload,arg-type]
-    with pytest.raises(InvalidInput, match=r"SetPartition: Expected `int \| null`, got `float`"):
+    with pytest.raises(InvalidInput, match=r"SetPartition: size: Expected `int \| null`, got `float`"):
         shared.set_partition(part, size=np.float32(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "call"),
+    [
+        ("partition_id: Expected `str`, got `int`", lambda client: client.clear_partition(5)),
+        (
+            r"data_fields\[1\]: Expected `str`, got `int`",
+            lambda client: client.get_meta(["x", 1], 1, "p", task_name="t"),
+        ),
+        ("batch_size: Expected `int`, got `str`", lambda client: client.take("p", ["x"], "1", "t")),
+        ("lease_s: Expected `float`, got `str`", lambda client: client.take("p", ["x"], 1, "t", lease_s="x")),
+        ("metadata is a BatchMeta, got int", lambda client: client.get_data(5)),
+        ("metadata is a BatchMeta, got int", lambda client: client.clear_samples(5)),
+        ("metadata is a BatchMeta, got int", lambda client: client.set_custom_meta(5)),
+        ("metadata is a BatchMeta, got int", lambda client: client.put({"x": [1]}, metadata=5)),
+        ("metadata is a BatchMeta, got str", lambda client: client.ack("5")),
+        ("data_fields is a list of names, got 5", lambda client: client.check_production_status(5, "p")),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(shared: tq.TransferQueueClient, told: str, call: Any) -> None:
+    with pytest.raises(InvalidInput, match=told):
+        call(shared)
+
+
+def test_a_wrong_key_is_shown(shared: tq.TransferQueueClient) -> None:
+    with pytest.raises(UnsupportedValue, match="got 5 among them"):
+        tq.kv_batch_get(["a", 5], "p")  # type: ignore[list-item]
+
+
+def test_an_argument_of_a_wrong_type_ends_no_connection(
+    shared: tq.TransferQueueClient, part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def calls() -> TensorDict:
+        waiting = asyncio.ensure_future(shared.async_take(part, ["x"], 1, "t"))
+        while not shared.stats()["waiting_requests"]:
+            await asyncio.sleep(0.001)
+        with pytest.raises(InvalidInput, match="task_name"):
+            await shared.async_take(part, ["x"], 1, 5)  # type: ignore[call-overload,arg-type]
+        assert shared.stats()["waiting_requests"] == 1
+        await shared.async_put({"x": torch.ones(1, 2)}, partition_id=part)
+        return (await waiting)[1]
+
+    assert asyncio.run(calls())["x"][0].tolist() == [1, 1]
+    assert "closed a connection" not in capfd.readouterr().err
 
 
 def test_allocate_takes_dtypes_by_name(shared: tq.TransferQueueClient) -> None:

@@ -263,7 +263,7 @@ class Operations:
 
     def set_custom_meta(self, metadata: BatchMeta) -> Operation[None]:
         """Replace the tags of the rows by `metadata.custom_meta`."""
-        return ops.set_tags(self.session, metadata, metadata.custom_meta)
+        return ops.set_tags(self.session, metadata, ops.checked_meta(metadata).custom_meta)
 
     def clear_samples(self, metadata: BatchMeta) -> Operation[None]:
         """Remove the rows; the partition stays. Rows that are gone already are ignored."""

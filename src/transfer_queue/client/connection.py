@@ -62,7 +62,7 @@ class Connection:
         sock = dial(address, timeout_s, f"server at {address}")
         try:
             self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
-            self._frames.check_long = m.SMALL_HEADER_NBYTES, m.check_length
+            self._frames.check = m.check_header
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
             self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:
@@ -82,8 +82,8 @@ class Connection:
     ) -> tuple[Any, memoryview]:
         """The reply and its payload, received straight into `into` when given.
 
-        Raises `DeadlineExceeded`, `ServiceUnavailable`, or `InvalidInput` for what cannot be sent; close the connection
-        then.
+        Raises `DeadlineExceeded` or `ServiceUnavailable`: close the connection then. `InvalidInput` for what cannot be
+        sent: nothing was.
         """
         self.post(request, payload, timeout_s)
         return self.answer(request, timeout_s, into)

@@ -37,6 +37,7 @@ from transfer_queue.client.transport import TransportAccess
 from transfer_queue.client.views import Views
 from transfer_queue.errors import (
     DeadlineExceeded,
+    InvalidInput,
     ServiceRestarted,
     ServiceUnavailable,
     TransferQueueError,
@@ -225,9 +226,9 @@ class Session:
             return self.address
         return parse_address(f"tcp:{to.removeprefix('tcp:')}", self.address.token or str(self.config.get("token", "")))
 
-    def _give_back(self, connection: Connection, to: str = "") -> None:
+    def _give_back(self, connection: Connection, to: str = "", is_whole: bool = True) -> None:
         idle = self._idle.setdefault(to, [])
-        if len(idle) < MAX_IDLE and not self._finished:
+        if is_whole and len(idle) < MAX_IDLE and not self._finished:
             idle.append(connection)
         else:
             connection.close()
@@ -317,16 +318,15 @@ class Session:
                 self._one_way.pay_one(effect.to, connection.notify)
             found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except BaseException as error:
-            connection.close()  # the answer may still come: nobody else must take it for theirs
+            # Unless nothing was sent, the answer may still come: nobody else must take it for theirs.
+            self._give_back(connection, effect.to, type(error) is InvalidInput)
             if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
                 raise Interrupted from None
             if isinstance(error, DeadlineExceeded):
                 self._one_way.owe_cancel(effect.request.rid, effect.to)
             raise
-        if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
-            connection.close()  # interrupted just too late
-        else:
-            self._give_back(connection, effect.to)
+        was_interrupted = effect.wait_s and self._waiting.pop(effect.request.rid, None) is None  # just too late
+        self._give_back(connection, effect.to, not was_interrupted)
         if self._one_way.owed or self._one_way.missed or self.given_up:
             self._one_way.heard_from(effect.to)
             self._one_way.pay(self._notify)

@@ -149,8 +149,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise kept(self.error)
         try:
             header = m.encode(request)
-            if len(header) > m.SMALL_HEADER_NBYTES:
-                m.check_length(request, header)
+            m.check_header(request, header)
         except (UnicodeEncodeError, OverflowError) as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()

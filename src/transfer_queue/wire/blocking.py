@@ -54,7 +54,7 @@ class FrameSocket(Generic[M]):
         self.reader = FrameReader(decode, self._destination, max_header_nbytes)
         self.fds: list[int] = []
         self.max_nbytes: Callable[[M], int] | None = None  # of the payload that may come with a message, by what it is
-        self.check_long: tuple[float, Callable[[M, bytes], None]] = (math.inf, lambda message, header: None)
+        self.check: Callable[[M, bytes], None] = lambda message, header: None  # raises where it is not to be sent
         self._encode = encode
         self._into: Into | None = None
         self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
@@ -71,8 +71,7 @@ class FrameSocket(Generic[M]):
         nbytes = 0 if payload is None else len(payload)
         try:
             header = self._encode(message)
-            if len(header) > self.check_long[0]:
-                self.check_long[1](message, header)
+            self.check(message, header)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:

@@ -77,10 +77,19 @@ def get_meta(
 
 
 def field_list(names: Iterable[str]) -> list[str]:
-    """`InvalidInput` for one text in place of several names: it would be taken for names of one letter."""
+    """`InvalidInput` for one text in place of several names, which would be taken for names of one letter, and for what
+    has none."""
     if isinstance(names, str):
         raise InvalidInput(f"data_fields is a list of names, got the text {names!r}")
+    if not isinstance(names, Iterable):
+        raise InvalidInput(f"data_fields is a list of names, got {names!r:.200}")
     return list(names)
+
+
+def checked_meta(metadata: Any) -> BatchMeta:
+    if not isinstance(metadata, BatchMeta):
+        raise InvalidInput(f"metadata is a BatchMeta, got {type(metadata).__qualname__}")
+    return metadata
 
 
 def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> None:
@@ -154,7 +163,7 @@ def _as_sent(value: Any) -> Any:
 
 def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:
     """(lease, rows, life of the service) of a meta, or `InvalidInput` when it has no lease, or several."""
-    if not metadata.lease:
+    if not checked_meta(metadata).lease:
         raise InvalidInput(
             "the rows are not on lease: they were fetched without lease_s, or joined from several leases"
         )
@@ -243,11 +252,11 @@ def put(
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
         reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
         return committed_meta(session.service_id, reply, partition_id, plan.schema(), None)
-    if partition_id is not None and set(metadata.partition_ids) - {partition_id}:
+    if partition_id is not None and set(checked_meta(metadata).partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
         raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")
     count = num_rows(data)
-    if len(metadata) != count or not count:
+    if len(checked_meta(metadata)) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     whole, parts = parsed(data, data_parser), list[_PartPut]()
     for positions, part in _by_partition(metadata):  # all are checked before any is written
@@ -344,7 +353,7 @@ def get_data(
     pad: Pad | None = None,
     slices: Mapping[str, Slice] | None = None,
 ) -> Operation[TensorDict]:
-    if metadata is None or not len(metadata) or not metadata.field_names:
+    if metadata is None or not len(checked_meta(metadata)) or not metadata.field_names:
         log.warning("get_data: the metadata names no rows or no fields")
         return TensorDict({}, batch_size=[0])
     fields, life = metadata.field_names, metadata.service_id
@@ -372,7 +381,7 @@ def _segments(meta: BatchMeta) -> list[BatchMeta]:
 
 
 def clear_samples(session: Session, metadata: BatchMeta) -> Operation[None]:
-    if metadata is None or not len(metadata):
+    if metadata is None or not len(checked_meta(metadata)):
         return
     for _, part in _by_partition(metadata):
         rows = part.indexes.tobytes()
@@ -406,8 +415,11 @@ def is_over(reply: m.RowStatus, has_begun: bool) -> bool:
 
 def checked_keys(keys: Any) -> list[str]:
     """`keys` as they are: a list of distinct strings, not empty."""
-    if type(keys) is not list or not set(map(type, keys)) <= {str}:
+    if type(keys) is not list:
         raise UnsupportedValue(f"keys is a list of strings, got {type(keys).__qualname__}")
+    if not set(map(type, keys)) <= {str}:
+        wrong = next(key for key in keys if type(key) is not str)
+        raise UnsupportedValue(f"keys is a list of strings, got {wrong!r:.200} among them")
     if not keys:
         raise InvalidInput("keys is empty")
     return keys

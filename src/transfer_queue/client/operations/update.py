@@ -276,7 +276,7 @@ def update(
     if values is None:
         raise InvalidInput("an update requires values")
     chosen = _parser(parser)
-    if not len(metadata) or ops.num_rows(values) != len(metadata):
+    if not len(ops.checked_meta(metadata)) or ops.num_rows(values) != len(metadata):
         raise BatchMismatch(f"{ops.num_rows(values)} rows of values for {len(metadata)} rows of metadata")
     columns = {name: rows_of(column) for name, column in items_of(values)}
     if columns.keys() != set(names):
