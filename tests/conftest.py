@@ -130,13 +130,15 @@ def no_collections() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """A test leaves no thread, descriptor, child process or shared-memory name behind (module-wide fixtures aside)."""
     if not MODULE_WIDE.isdisjoint(request.fixturenames):
         yield
         return  # the module's service is alive: the fixture itself checks at its end
     before = (_open_files(), _children(), _threads(), _shared_memory())
     yield
+    for when in ("setup", "call"):
+        caplog.get_records(when).clear()  # with a traceback comes all that its frames hold
     until(lambda: _children() <= before[1], "the end of child processes", 5)
     until(lambda: _threads() <= before[2], "the end of threads", 5)
     keeps_sockets = request.node.get_closest_marker("keeps_sockets") is not None
