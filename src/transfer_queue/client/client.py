@@ -318,7 +318,6 @@ class Operations:
         `metadata` into its own; creates it. Raises `InvalidInput` for a size below 0."""
         tags = checked_tags([metadata or {}], 1)[0]
         request = m.SetPartition(self.session.next_rid(), partition_id, size, tags, dict(sizes or {}))
-        m.check_request(request)
         reply = (yield Call(request))[0]
         warn("set_partition", reply.note)
 

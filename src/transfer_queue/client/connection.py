@@ -62,7 +62,7 @@ class Connection:
         sock = dial(address, timeout_s, f"server at {address}")
         try:
             self._frames = FrameSocket(sock, m.encode, decode_reply, f"the server at {address}", spin_s=spin_s)
-            self._frames.check = m.check_header
+            self._frames.check, self._frames.check_long = m.decode_client, (m.SMALL_HEADER_NBYTES, m.check_length)
             steps = handshake.greeting(address, m.PROTOCOL_VERSION, session, life)
             self.welcome = handshake.carry_out(steps, lambda message: self._exchange(message, timeout_s))
         except BaseException:

@@ -14,7 +14,7 @@ from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavai
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
-from transfer_queue.wire.framing import FrameReader, frame, unsendable
+from transfer_queue.wire.framing import CHECKED_NBYTES, UNREADABLE, FrameReader, frame, unsendable
 from transfer_queue.wire.peer import check_peer
 
 log = logging.getLogger("transfer_queue")
@@ -149,8 +149,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
             raise kept(self.error)
         try:
             header = m.encode(request)
-            m.check_header(request, header)
-        except (UnicodeEncodeError, OverflowError) as error:
+            if len(header) <= CHECKED_NBYTES:
+                m.decode_client(header)
+            elif len(header) > m.SMALL_HEADER_NBYTES:
+                m.check_length(request, header)
+        except UNREADABLE as error:
             raise unsendable(request, error) from None
         future: asyncio.Future[Found] = self.loop.create_future()
         deadline = self.loop.time() + timeout_s

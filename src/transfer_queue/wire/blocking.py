@@ -17,7 +17,7 @@ import numpy as np
 from transfer_queue.errors import AccessDenied, DeadlineExceeded, ProtocolError, ServiceUnavailable
 from transfer_queue.wire.address import TIMEVAL, Address, timeval
 from transfer_queue.wire.arena_fds import FD_SPACE, fds_in
-from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, M, frame, unsendable
+from transfer_queue.wire.framing import CHECKED_NBYTES, MAX_HEADER_NBYTES, UNREADABLE, FrameReader, M, frame, unsendable
 
 JOIN_NBYTES = 256 << 10  # a payload up to this size is copied behind its header: that costs less than one more call
 MAX_IN_VAIN, LOOK_AGAIN = 4, 16
@@ -54,7 +54,8 @@ class FrameSocket(Generic[M]):
         self.reader = FrameReader(decode, self._destination, max_header_nbytes)
         self.fds: list[int] = []
         self.max_nbytes: Callable[[M], int] | None = None  # of the payload that may come with a message, by what it is
-        self.check: Callable[[M, bytes], None] = lambda message, header: None  # raises where it is not to be sent
+        self.check: Callable[[bytes], object] = len  # a decoder of what the other end takes
+        self.check_long: tuple[float, Callable[[M, bytes], None]] = (math.inf, lambda message, header: None)
         self._encode = encode
         self._into: Into | None = None
         self._takes_fds = takes_fds and sock.family == socket.AF_UNIX
@@ -71,7 +72,10 @@ class FrameSocket(Generic[M]):
         nbytes = 0 if payload is None else len(payload)
         try:
             header = self._encode(message)
-            self.check(message, header)
+            if len(header) <= CHECKED_NBYTES:
+                self.check(header)
+            elif len(header) > self.check_long[0]:
+                self.check_long[1](message, header)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
@@ -87,7 +91,7 @@ class FrameSocket(Generic[M]):
             raise DeadlineExceeded(f"{self.peer} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
-        except (UnicodeEncodeError, OverflowError) as error:
+        except UNREADABLE as error:
             raise unsendable(message, error) from None
 
     def _send_long(self, payload: memoryview | bytes) -> None:

@@ -22,6 +22,10 @@ PREFIX = struct.Struct("<IQ")
 CHUNK_NBYTES = 256 << 10
 MAX_HEADER_NBYTES = 256 << 20
 FRONT_NBYTES = 4 << 10  # an unfinished header up to this size is put in front of what arrives next
+CHECKED_NBYTES = 64 << 10  # of a header that its sender decodes, too: for more that takes long
+UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError)  # what makes no header, or of one
+# What callers call the arguments that messages have under shorter names.
+ARGUMENTS = {"partition": "partition_id", "fields": "data_fields", "task": "task_name", "sampling": "sampling_config"}
 KIND_NBYTES = 64  # within these first bytes of a header its kind is named
 M = TypeVar("M")
 
@@ -144,7 +148,7 @@ class FrameReader(Generic[M]):
             return None
         try:
             message = self._decode(self._unread[first : first + header_nbytes])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"not a message: {error}") from None
         self._start = first + header_nbytes
         if not payload_nbytes:
@@ -171,9 +175,20 @@ def _nowhere(_message: object, nbytes: int) -> memoryview:
     raise ProtocolError(f"a payload of {nbytes} bytes after the end of the stream")
 
 
-def unsendable(message: object, error: UnicodeEncodeError | OverflowError) -> InvalidInput:
-    """What the caller is told whose name, key or tag UTF-8 does not have, or whose number has more than 64 bits."""
-    if isinstance(error, OverflowError):
-        return InvalidInput(f"{type(message).__name__}: {error}")
-    text = f"{error.object[:80]!r} has a lone surrogate, which no name, key or tag can hold"
-    return InvalidInput(f"{type(message).__name__}: {text}")
+def unsendable(message: object, error: Exception) -> InvalidInput:
+    """What the caller is told whose name, key or tag UTF-8 does not have, whose number has more than 64 bits, or whose
+    argument has the wrong type (`UNREADABLE`)."""
+    text = str(error)
+    if isinstance(error, UnicodeEncodeError):
+        text = f"{error.object[:80]!r} has a lone surrogate, which no name, key or tag can hold"
+    return InvalidInput(f"{type(message).__name__}: {_with_name(message, text)}")
+
+
+def _with_name(message: object, text: str) -> str:
+    """msgspec says where the wrong value is by its position in the message (`$[2][0]`): the name of that argument."""
+    told, _, path = text.partition(" - at `$[")
+    number, _, rest = path.removesuffix("`").partition("]")
+    if not number.isdigit():
+        return text
+    name = ("kind", *getattr(message, "__struct_fields__", ()))[int(number)]
+    return f"{ARGUMENTS.get(name, name)}{rest}: {told}"

@@ -83,6 +83,4 @@ def _joined(names: list[str], slices: list[dict[str, bytes]]) -> NDArray[np.uint
 
 def inspect_row(session: Session, partition_id: str, key: str | None, row: int | None) -> Operation[m.RowInspected]:
     """See `TransferQueueClient.inspect_row`."""
-    request = m.InspectRow(session.next_rid(), partition_id, key, row)
-    m.check_request(request)
-    return (yield Call(request))[0]
+    return (yield Call(m.InspectRow(session.next_rid(), partition_id, key, row)))[0]

@@ -37,6 +37,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from transfer_queue.errors import InvalidInput
+from transfer_queue.wire.framing import UNREADABLE, unsendable
 from transfer_queue.wire.messages.base import MAX_NESTING as MAX_NESTING
 from transfer_queue.wire.messages.base import REMOTE as REMOTE
 from transfer_queue.wire.messages.base import Done as Done
@@ -259,40 +260,12 @@ encode = msgspec.msgpack.Encoder(enc_hook=_plain_number).encode
 decode_client = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
-CHECKED_NBYTES = 64 << 10
-# What callers call the arguments that messages have under shorter names.
-ARGUMENTS = {"partition": "partition_id", "fields": "data_fields", "task": "task_name", "sampling": "sampling_config"}
-
-
-def check_header(message: Message, header: bytes) -> None:
-    """`InvalidInput` for an encoded message over which a server would close the connection: an argument has the wrong
-    type, which is looked for in up to `CHECKED_NBYTES` (`check_request` looks at all), or it is too long."""
-    if len(header) <= CHECKED_NBYTES:
-        _check_types(message, header)
-    elif len(header) > SMALL_HEADER_NBYTES:
-        check_length(message, header)
-
-
 def check_request(request: Request) -> None:
-    """`InvalidInput` when an argument of the request has the wrong type."""
-    _check_types(request, encode(request))
-
-
-def _check_types(message: Message, header: bytes) -> None:
+    """`InvalidInput` when the server would close the connection over `request`: an argument has the wrong type."""
     try:
-        decode_client(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise InvalidInput(f"{type(message).__name__}: {_with_name(message, str(error))}") from None
-
-
-def _with_name(message: Message, text: str) -> str:
-    """msgspec says where the wrong value is by its position in the message (`$[2][0]`): the name of that argument."""
-    told, _, path = text.partition(" - at `$[")
-    number, _, rest = path.removesuffix("`").partition("]")
-    if not number.isdigit():
-        return text
-    name = ("kind", *message.__struct_fields__)[int(number)]
-    return f"{ARGUMENTS.get(name, name)}{rest}: {told}"
+        decode_client(encode(request))
+    except UNREADABLE as error:
+        raise unsendable(request, error) from None
 
 
 decode_server = msgspec.msgpack.Decoder(ServerMessage).decode
