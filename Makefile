@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 ENGINES := .venv-engines
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench chaos stress test-engines bench-engines test-frameworks test-vllm test-sglang matrix wheel-compat docs clean
+.PHONY: demo test check check-types check-style check-house check-docs bench chaos stress test-engines bench-engines test-frameworks test-vllm test-sglang matrix wheel-compat docs clean
 
 demo: $(STAMP)
 	$(RUN) -m demo $(ARGS)
@@ -14,12 +14,22 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--numprocesses auto --dist loadfile --no-loadscope-reorder)
 
+# Two parts of it at a time: `make check-types` is one of them.
 check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-style check-house check-docs
+
+check-types: $(STAMP)
+	$(VENV)/bin/mypy
+
+check-style: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+
+check-house: $(STAMP)
 	$(VENV)/bin/lint-imports
 	$(RUN) tools/house.py
+
+check-docs: $(STAMP)
 	$(RUN) tools/readme.py README.md docs/staleness.md docs/groups.md docs/bridge.md docs/tables.md docs/trace.md \
 		docs/api/packed.md docs/tutorials/*.md
 

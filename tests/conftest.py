@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hosts import Host
@@ -97,6 +98,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
+    hypothesis.settings.register_profile("busy", deadline=None)  # nothing is slow because others use the processors
+    hypothesis.settings.load_profile("busy")
     gc.disable()  # nothing that is imported for the tests is garbage
     have_servers_forked(lambda: SERVERS.socket)
 

@@ -7,37 +7,69 @@ Every file has a process of its own, so that no service, import path or environm
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import re
-import subprocess
+import signal
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, NamedTuple
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ALONE = "--alone"
 TIMEOUT_S = 120
+AT_ONCE = min(2, os.cpu_count() or 1)
+
+
+class Running(NamedTuple):
+    """A file whose blocks are run, and what they print."""
+
+    path: str
+    pid: int
+    said: IO[str]
+    start: float
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == [ALONE]:
-        return failures(arguments[1])
-    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        return sum(pool.map(failed, arguments))
+    for name in [name for name in os.environ if name.startswith("TQ_")]:
+        del os.environ[name]
+    import torch.nested._internal.ops  # noqa: F401  once for all files: with torch these imports take seconds
+
+    import transfer_queue.dataloader
+    import transfer_queue.interface  # noqa: F401
+
+    gc.freeze()
+    running: list[Running] = []
+    failed = 0
+    for path in arguments:
+        if len(running) == AT_ONCE:
+            failed += ended(running)
+        said = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `ended`
+        pid = os.fork()
+        if not pid:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            signal.alarm(TIMEOUT_S)
+            return failures(path)
+        running.append(Running(path, pid, said, time.monotonic()))
+    while running:
+        failed += ended(running)
+    return failed
 
 
-def failed(path: str) -> bool:
-    """Run a file in a child process; what it printed is shown once it ended."""
-    start = time.monotonic()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQ_")}
-    command = [sys.executable, __file__, ALONE, path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    print(f"{done.stdout.strip()} in {time.monotonic() - start:.1f} s")
-    if done.returncode:
-        print(done.stderr)
-    return done.returncode != 0
+def ended(running: list[Running]) -> bool:
+    """Wait for the end of one of them, and show what it printed. Whether it failed."""
+    pid, status = os.wait()
+    one = next(one for one in running if one.pid == pid)
+    running.remove(one)
+    with one.said as said:
+        said.seek(0)
+        text = said.read().strip()
+    shown = text if status else text.splitlines()[-1]
+    print(f"{shown} in {time.monotonic() - one.start:.1f} s" + (f": FAILED ({status})" if status else ""), flush=True)
+    return status != 0
 
 
 def failures(path: str) -> int:

@@ -12,7 +12,7 @@ import os
 import pytest
 from cluster_sim import wrong
 
-SEEDS = int(os.environ.get("TQ_CLUSTER_SEEDS", "160"))
+SEEDS = int(os.environ.get("TQ_CLUSTER_SEEDS", "100"))
 PARTS = 4
 
 

@@ -268,7 +268,7 @@ def deliver(place: Place, message: m.Message, payload: bytes, session: ServerSes
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_hostile_content_of_any_field_is_answered(kind: Any) -> None:
-    @settings(FUZZ, max_examples=60)
+    @settings(FUZZ, max_examples=40)
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
         place = Place()

@@ -11,7 +11,7 @@ import os
 import pytest
 from journal_sim import differences
 
-SEEDS = int(os.environ.get("TQ_JOURNAL_SEEDS", "400"))
+SEEDS = int(os.environ.get("TQ_JOURNAL_SEEDS", "200"))
 PARTS = 8
 
 

@@ -11,7 +11,7 @@ import os
 import pytest
 from ledger_sim import differences
 
-SEEDS = int(os.environ.get("TQ_LEDGER_SEEDS", "600"))
+SEEDS = int(os.environ.get("TQ_LEDGER_SEEDS", "300"))
 PARTS = 6
 
 

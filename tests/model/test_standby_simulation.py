@@ -11,7 +11,7 @@ import os
 import pytest
 from standby_sim import differences
 
-SEEDS = int(os.environ.get("TQ_STANDBY_SEEDS", "1000"))
+SEEDS = int(os.environ.get("TQ_STANDBY_SEEDS", "500"))
 PARTS = 10
 
 

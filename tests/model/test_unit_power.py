@@ -11,7 +11,7 @@ import os
 import pytest
 from unit_power_sim import lost
 
-SEEDS = int(os.environ.get("TQ_UNIT_POWER_SEEDS", "400"))
+SEEDS = int(os.environ.get("TQ_UNIT_POWER_SEEDS", "200"))
 PARTS = 4
 
 

@@ -11,7 +11,7 @@ import os
 import pytest
 from unit_sim import differences
 
-SEEDS = int(os.environ.get("TQ_UNIT_SEEDS", "1000"))
+SEEDS = int(os.environ.get("TQ_UNIT_SEEDS", "500"))
 PARTS = 4
 
 
