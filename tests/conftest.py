@@ -87,8 +87,8 @@ def _settings() -> dict[str, str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than processors: tests wait for other processes as often as they compute."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than processors: tests wait for other processes as often as they compute."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
