@@ -129,19 +129,24 @@ def main(rank: int, store: str, args: Namespace, way: str) -> None:
     dist.destroy_process_group()
 
 
-def ask(rank: int, store: str, args: Namespace, world: int) -> None:
-    """A rank of `world` data-parallel ones that fetches what each line of its input says, and prints it."""
+def ask(rank: int, store: str, args: Namespace, world: int, tp: int = 1) -> None:
+    """A rank of `world` that fetches what each line of its input says, and prints it, or the name of the error."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     from megatron.core import parallel_state as mpu
 
+    from transfer_queue.errors import TransferQueueError
     from transfer_queue.integrations.vime import TransferQueueBridge
 
-    mpu.initialize_model_parallel()
+    mpu.initialize_model_parallel(tensor_model_parallel_size=tp)
     bridge = TransferQueueBridge.connect(args)
+    batch: Any
     for line in sys.stdin:
         rollout_id, fields, timeout_s = json.loads(line)
-        batch, _ = bridge.get_data(rollout_id, task_name="actor_train", data_fields=fields, timeout_s=timeout_s)
+        try:
+            batch, _ = bridge.get_data(rollout_id, task_name="actor_train", data_fields=fields, timeout_s=timeout_s)
+        except TransferQueueError as error:
+            batch = type(error).__name__
         print(json.dumps(batch, default=lambda array: array.tolist()), flush=True)
     bridge.close()
     dist.destroy_process_group()

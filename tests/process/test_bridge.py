@@ -110,6 +110,9 @@ def test_a_fetch_that_fails_takes_nothing(shared: tq.TransferQueueClient, step: 
     for slices in ({"values": tq.Slice.of_rank(0, 2, dim=3)}, {"t": tq.Slice.of_rank(0, 2, dim=3)}):
         with pytest.raises(InvalidInput):
             bridge.fetch(step, "actor", slices=slices, timeout_s=5)
+    for name, part in (("typo", tq.Slice(0, 2)), ("t", slice(0, 2))):
+        with pytest.raises(InvalidInput, match=name):
+            bridge.fetch(step, "actor", slices={name: part}, timeout_s=5)  # type: ignore[dict-item]
     with pytest.raises(SchemaViolation):
         RolloutBridge(shared, RolloutSchema({"t": Ragged(dtype="int8")})).fetch(step, "actor", others=False)
     assert [row.tolist() for row in bridge.fetch(step, "actor", timeout_s=5)["t"]] == [[1, 2], [3]]

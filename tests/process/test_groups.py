@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import until
@@ -57,6 +58,17 @@ def made(pool: GroupPool, number: int, size: int = 2, **more: Any) -> None:
 def test_fields_of_groups_are_named_by_a_list(pool: GroupPool) -> None:
     with pytest.raises(InvalidInput, match="a list of names"):
         pool.select(1, fields="advantage")
+
+
+def test_a_reward_is_any_number(pool: GroupPool) -> None:
+    rewards: list[Any] = [True, 1, np.float32(1.0), np.array(1.0), torch.tensor(1.0)]
+    pool.open("x", len(rewards))
+    attempts = pool.claim(len(rewards))
+    with pytest.raises(InvalidInput, match="a reward is a number"):
+        pool.finish(attempts[0], {"x": torch.zeros(1)}, reward=torch.zeros(2))  # type: ignore[arg-type]
+    for attempt, reward in zip(attempts, rewards, strict=True):
+        pool.finish(attempt, {"x": torch.zeros(1)}, reward=reward)
+    assert pool.select(1).groups[0].rewards == [1.0] * len(rewards)
 
 
 def test_groups_come_whole_with_rewards_and_rows(pool: GroupPool) -> None:

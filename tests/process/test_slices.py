@@ -124,6 +124,8 @@ BAD = {
     "a rank below": ("experts", Slice.of_rank(-1, 2)),
     "a range and a rank": ("experts", Slice(1, None, 0, 0, 2)),
     "no ranks": ("experts", Slice.of_rank(0, 0)),
+    "half a token": ("experts", Slice(1.5)),  # type: ignore[arg-type]
+    "no slice of ours": ("experts", slice(0, 2)),
 }
 
 

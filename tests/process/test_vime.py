@@ -77,8 +77,8 @@ def training(child: Callable[[str], Child], store: Path, args: Namespace, way: s
     return [start(child, store, args, f"main({rank}, store, args, {way!r})") for rank in range(4)]
 
 
-def asking(child: Callable[[str], Child], store: Path, args: Namespace, world: int = 1) -> list[Child]:
-    return [start(child, store, args, f"ask({rank}, store, args, {world})") for rank in range(world)]
+def asking(child: Callable[[str], Child], store: Path, args: Namespace, world: int = 1, tp: int = 1) -> list[Child]:
+    return [start(child, store, args, f"ask({rank}, store, args, {world}, {tp})") for rank in range(world)]
 
 
 def asked(ranks: list[Child], rollout_id: int, fields: list[str] | None = None, timeout_s: float = 20) -> list[Any]:
@@ -195,6 +195,16 @@ def test_a_rollout_is_used_when_the_rank_asks_for_the_next(
     assert asked(ranks, 2) != [None]
     assert asked(ranks, 0, timeout_s=0.1) == [None]
     ranks[0].finish()
+
+
+def test_all_ranks_of_a_group_hear_of_it_when_the_first_cannot_end_the_rollout_before(
+    args: Namespace, child: Callable[[str], Child], tmp_path: Path
+) -> None:
+    TransferQueueBridge.connect(args).transfer_rollout_data(0, rollout(0), schedule=Schedule.even(ROWS, 1))
+    ranks = asking(child, tmp_path / "store", args, world=2, tp=2)
+    assert len(asked(ranks, 0)) == 2
+    tq.close()  # the service ends
+    assert asked(ranks, 1) == ["ServiceUnavailable"] * 2
 
 
 def test_the_actor_gets_the_critics_values_when_they_are_written(args: Namespace) -> None:

@@ -30,12 +30,13 @@ from transfer_queue.errors import (
     TransferQueueError,
     VersionGone,
 )
-from transfer_queue.weights import Control, InPlace, Receiver, StateDictSource, VersionInfo, plan, seal
+from transfer_queue.weights import Control, Gate, InPlace, Receiver, StateDictSource, VersionInfo, plan, seal
 from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSource
 from transfer_queue.weights.archive.folder import ArchivedVersion, path_to_newest
 from transfer_queue.weights.archive.writing import _Came
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.transport import registry
 
 DEADLINE_S = 30.0
@@ -51,15 +52,15 @@ class Net(torch.nn.Module):
 class Site:
     """A trainer, a server of its own site, and an archive."""
 
-    def __init__(self, url: str, keep: int = 2, transport: str = "tcp", **info: Any) -> None:
+    def __init__(self, url: str, keep: int = 2, transport: str = "tcp", pause: Mode | None = None, **info: Any) -> None:
         self.archive = Archive(url)
         self.weights = drawn(Net(), 1)
         self.live = Net()
         self.receiver = ArchiveReceiver(self.archive, keep=keep)
         here = Receiver(InPlace(self.live), adapter=lambda tensors, manifest: None)
         self.engines = [registry.engine(transport)(one) for one in (here, self.receiver)]
-        members = {"here": Control(self.engines[0], here), "archive": Control(self.engines[1], self.receiver)}
-        self.fleet = Fleet(members)
+        server = Control(self.engines[0], here, generation=Gate())
+        self.fleet = Fleet({"here": server, "archive": Control(self.engines[1], self.receiver)}, pause=pause)
         told = {"anchor_every": 3, **info}
         self.trainer = registry.trainer(transport).trainer_init(
             told, client=self.fleet, source=StateDictSource(self.weights)
@@ -125,6 +126,16 @@ def test_another_site_follows_version_by_version(site: Callable[..., Site], tran
         assert has(there, here.weights)
         assert not there.advance(timeout_s=DEADLINE_S)
     assert max(fetched[1], fetched[2], fetched[4]) < min(fetched[0], fetched[3]) / 20
+
+
+def test_a_fleet_that_pauses_its_servers_around_a_commit_has_differences_in_the_archive(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    here = site(pause="keep")
+    for _ in range(2):
+        here.send()
+        assert here.fleet.last.committed == ("here", "archive")
+    assert [one.kind for one in here.archive.entries(timeout_s=DEADLINE_S)] == ["full", "delta"]
 
 
 def test_requests_are_not_for_an_archive_and_it_alone_decides_nothing(site: Callable[..., Site]) -> None:

@@ -187,6 +187,33 @@ def test_a_late_replica_gets_the_newest_version(engine: str, anchor_every: int, 
     assert set(here.roots().values()) == {expected(4)}
 
 
+@pytest.mark.parametrize("anchor_every", [1, 1000])
+def test_a_replica_that_versions_overtake_on_its_way_to_each_is_taken_along_by_the_next(
+    site: Start, anchor_every: int
+) -> None:
+    here = site(1, "tcp", {"anchor_every": anchor_every})
+    here.send(1)
+    late = here.servers["late"] = Server("tcp")
+
+    def wait_for_a_newer_version() -> None:
+        before = here.fleet.newest()
+        until(lambda: here.fleet.newest() != before, "a newer version", 10)
+
+    late.hooks["init_weight_transfer_engine"] = wait_for_a_newer_version  # whenever its own thread brings it one
+    here.fleet.join("late", late)
+    seed = 1
+
+    def is_ready() -> bool:
+        nonlocal seed
+        seed += 1
+        here.send(seed)
+        return bool(here.fleet.ready() == ["a", "late"])
+
+    until(is_ready, "the replica's turn", 10)
+    assert set(here.roots().values()) == {expected(seed)}
+    assert not late.gate.is_paused()
+
+
 def test_a_replica_that_was_started_anew_is_found_out_and_caught_up(site: Start) -> None:
     here = site(2)
     here.send(1)

@@ -70,6 +70,15 @@ def test_a_second_receiver_is_given_everything_by_the_first(line: Any) -> None:
     assert trainer.num_served_nbytes == client.first.call("served") == NBYTES
 
 
+def test_what_is_sent_whole_in_place_of_a_difference_is_given_on_as_well(line: Any) -> None:
+    client, trainer = line(lambda client: None, anchor_every=3)
+    trainer.send_weights(deadline_s=20)  # which the first does not commit, so it lacks the base of the next one
+    once = trainer.num_served_nbytes
+    assert trainer.send_weights(deadline_s=20).kind == "full"
+    assert client.second.call("root") == expected(1)
+    assert trainer.num_served_nbytes == client.first.call("served") == 2 * once
+
+
 def damaged(client: Line) -> None:
     client.first.call("spoil_staged")
 

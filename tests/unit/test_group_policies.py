@@ -232,6 +232,16 @@ def test_the_same_result_twice_is_one_and_another_one_is_refused() -> None:
     assert pool.groups["x"].slots[0].result == result([1], reward=0.5)
 
 
+def test_a_result_or_a_prompt_with_nan_is_the_same_when_it_is_said_again() -> None:
+    """As it comes over the wire: each time as another object."""
+    pool = pool_of(GroupPolicy())
+    for _ in range(2):
+        pool.open("x", 1, 1, "", {"target": float("nan")}, None, None, False)
+    pool.start([("x", 0)])
+    assert pool.done("x", 0, 0, result([1], reward=float("nan"), info={"kl": float("nan")}))
+    assert not pool.done("x", 0, 0, result([1], reward=float("nan"), info={"kl": float("nan")}))
+
+
 def test_a_group_with_enough_siblings_goes_on_without_one_that_failed_for_good() -> None:
     pool = pool_of(GroupPolicy(max_attempts=1))
     opened(pool, "x", size=3, min_size=2)

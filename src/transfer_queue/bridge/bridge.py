@@ -150,9 +150,9 @@ class RolloutBridge:
         "lists"; rows of a column share memory, and whoever writes into them changes nobody else's. `slices`: the part
         of each row to read, by column. `task` has the rows then, or has them on a lease until `ack`. Each task gets
         each row once. Waits `timeout_s` (default: the session's), then raises `DeadlineExceeded`, which says what is
-        missing. Raises `InvalidInput` for unknown columns and a batch that was dealt to another number of ranks, and
-        `SchemaViolation` where the writer had another schema, whose numbers this one's dtypes have not all of. Nothing
-        was taken then.
+        missing. Raises `InvalidInput` for unknown columns, slices of what is not read and a batch that was dealt to
+        another number of ranks, and `SchemaViolation` where the writer had another schema, whose numbers this one's
+        dtypes have not all of. Nothing was taken then.
         """
         if form not in FORMS:
             raise InvalidInput(f"form {form!r}: expected one of {list(FORMS)}")
@@ -181,6 +181,7 @@ class RolloutBridge:
     ) -> Fetched:
         """As `fetch`. `convert` gets the columns as they are stored; where it raises, nothing was taken."""
         names = self.schema.required() if columns is None else list(self.schema.part(columns))
+        ops.check_slices(slices, list(slices or ()))
         session, marker = self.client.session, MARKER.format(dp_rank, dp_size)
 
         def fetching() -> Operation[Fetched]:
@@ -192,6 +193,7 @@ class RolloutBridge:
             if columns is None if others is None else others:
                 rest = [name for name in fetched.schedule[COLUMNS] if name not in names]
                 content |= yield from _reading(session, meta, rest, slices)
+            ops.check_slices(slices, list(content))
             convert(fetched, content)
             return fetched
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from tensordict import TensorDict
 
 from transfer_queue.client.client import TransferQueueClient
@@ -56,7 +58,17 @@ class SlotAttempt(NamedTuple):
         num_rows: int = 1,
     ) -> SlotResult:
         """What came of it, for `finish_batch`; each as `finish` takes it."""
-        return SlotResult(self, reward, oldest_version, newest_version, tokens, dict(info or {}), num_rows)
+        found = None if reward is None else _number(reward)
+        return SlotResult(self, found, oldest_version, newest_version, tokens, dict(info or {}), num_rows)
+
+
+def _number(reward: Any) -> float:
+    """Of a number, whether Python's, NumPy's or a tensor without dimensions; `InvalidInput` for anything else."""
+    is_scalar = isinstance(reward, (torch.Tensor, np.ndarray, np.generic)) and not reward.ndim
+    number = reward.item() if is_scalar else reward
+    if not isinstance(number, (int, float)):
+        raise InvalidInput(f"a reward is a number, got {reward!r}")
+    return float(number)
 
 
 class SlotResult(NamedTuple):

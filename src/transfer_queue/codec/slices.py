@@ -42,6 +42,9 @@ class Slice(msgspec.Struct, array_like=True, frozen=True):
     def check(self, schema: FieldSchema) -> None:
         """`InvalidInput` unless rows of this field have such parts."""
         where = f"field {schema.name!r}"
+        numbers = (self.start, self.dim, self.part, self.parts, *([] if self.stop is None else [self.stop]))
+        if not all(isinstance(one, (int, np.integer)) for one in numbers):
+            raise InvalidInput(f"{where}: {self} has what is no int")
         if not 0 <= self.part < self.parts or self.parts > 1 << 20 or max(abs(self.start), abs(self.stop or 0)) >> 62:
             raise InvalidInput(f"{where}: {self}")
         if self.parts > 1 and (self.start or self.stop is not None):

@@ -64,6 +64,10 @@ class SiblingGroup(msgspec.Struct):
             raise InvalidInput(f"slot {number} of group {self.name!r}, which has {len(self.slots)}")
         return self.slots[number]
 
+    def was_opened_as(self, size: int, min_size: int, source: str, prompt: dict[str, Any]) -> bool:
+        """Whether these are its size, and what it was opened with."""
+        return are_same((len(self.slots), self.min_size, self.source, self.prompt), (size, min_size, source, prompt))
+
     def idle(self) -> list[int]:
         """The slots that nobody works on, and that have no end yet."""
         return [number for number, slot in enumerate(self.slots) if slot.state == "idle"]
@@ -104,7 +108,7 @@ class SiblingGroup(msgspec.Struct):
         if attempt != slot.attempts - 1:
             raise InvalidInput(f"{what} was not started")
         if slot.state == "done":
-            if slot.result == result:
+            if are_same(slot.result, result):
                 return False
             raise InvalidInput(f"{what} has another result already")
         if slot.state == "failed":
@@ -161,3 +165,8 @@ class SiblingGroup(msgspec.Struct):
         if judge == "start" or not found:
             return self.start
         return min(one.oldest for one in found) if judge == "oldest" else max(one.newest for one in found)
+
+
+def are_same(one: object, other: object) -> bool:
+    """Whether two values that came over the wire are the same; a NaN is the same as itself here."""
+    return one == other or msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)

@@ -149,7 +149,7 @@ class PoolCore:
             raise GroupEnded(f"group {name!r} has ended: it was {self.state.fates[name]}")
         known = self.groups.get(name)
         if known is not None:
-            if (len(known.slots), known.min_size, known.source, known.prompt) != (size, min_size, source, prompt):
+            if not known.was_opened_as(size, min_size, source, prompt):
                 raise InvalidInput(f"group {name!r} is open already, with another size, source or prompt")
             return known
         if not 1 <= min_size <= size <= MAX_SIZE:

@@ -93,7 +93,12 @@ def checked_meta(metadata: Any) -> BatchMeta:
 
 
 def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> None:
-    """`InvalidInput` for parts of fields that are not read."""
+    """`InvalidInput` for parts of fields that are not read, and for what is no `Slice`."""
+    for name, one in (slices or {}).items():
+        if not isinstance(one, Slice):
+            raise InvalidInput(
+                f"slices: {name!r} has a {type(one).__qualname__}, expected a Slice such as tq.Slice(0, 8)"
+            )
     unknown = sorted({*(slices or ())} - set(fields))
     if unknown:
         raise InvalidInput(f"slices has {unknown}, which are not among the fields: {list(fields)}")

@@ -6,13 +6,14 @@ import importlib
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transfer_queue as tq
-from transfer_queue.bridge import RolloutBridge, Schedule
+from transfer_queue.bridge import Fetched, RolloutBridge, Schedule
 from transfer_queue.bridge.ranks import fetch_together
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
@@ -193,8 +194,7 @@ class TransferQueueBridge:
         for the same rollout again, gets them once more. With `lease_s=0` they are taken at once.
         """
         mpu = importlib.import_module("megatron.core.parallel_state")
-        bridge = RolloutBridge(self._connected(), SCHEMA)
-        self._end_lease(rollout_id, task_name)
+        bridge = _EndingBridge(self._connected(), partial(self._end_lease, rollout_id, task_name))
         groups = [mpu.get_context_parallel_group(), mpu.get_tensor_model_parallel_group()]
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             groups.append(mpu.get_pipeline_model_parallel_group())
@@ -243,7 +243,7 @@ class TransferQueueBridge:
 
     def _end_lease(self, rollout_id: int, task_name: str) -> None:
         """What the task had before was used, or is wanted again."""
-        before, meta = self._leased.pop(task_name, (rollout_id, None))
+        before, meta = self._leased.get(task_name, (rollout_id, None))
         if meta is None:
             return
         with suppress(LeaseExpired):  # it lasted too long, or the service is another one: there is nothing to end
@@ -251,8 +251,23 @@ class TransferQueueBridge:
                 self._connected().release(meta)
             else:
                 self._connected().ack(meta)
+        del self._leased[task_name]
 
     def _connected(self) -> TransferQueueClient:
         if self.client is None:
             raise InvalidInput("TransferQueueBridge.connect(args) makes a bridge that is connected")
         return self.client
+
+
+class _EndingBridge(RolloutBridge):
+    """Ends the lease on what its rank had before as a part of the fetch: where that fails, the other ranks of its
+    group, which wait for what it fetches, hear of it as of any other fault."""
+
+    def __init__(self, client: TransferQueueClient, end_lease: Callable[[], None]) -> None:
+        super().__init__(client, SCHEMA)
+        self._end_lease = end_lease
+
+    def fetch_stored(self, *args: Any, **more: Any) -> Fetched:
+        """As in `RolloutBridge`."""
+        self._end_lease()
+        return super().fetch_stored(*args, **more)

@@ -165,6 +165,11 @@ class Fleet(Follower):
         """The calls of the trainer's update have this long together; None: it is over."""
         self._deadline = None if timeout_s is None else Deadline(timeout_s)
 
+    def lacks_base(self) -> bool:
+        """See `Follower`: of those that the next round takes along."""
+        with self._changed:
+            return any(one.rests_s for one in self._replicas.values())
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Introduce the trainer to all. Raises when none of them took it."""
         with self._turn:
@@ -180,13 +185,15 @@ class Fleet(Follower):
                 raise gathered("nobody met the trainer", failed)
 
     def start_weight_update(self) -> None:
-        """With those that are ready; when none is, with all. They are called with the update itself."""
+        """With those that are ready; when none is, with all. They are called with the update itself. Those that
+        versions have overtaken while they came to one are taken along, if nobody asks them something else just now."""
         with self._turn:
             self._end_round()
             deadline, self._deadline = self._deadline or Deadline(self.catch_up_timeout_s), None
             limit_s, ready = TAKING * deadline.left(), [one for one in self._counted() if one.ready]
             members = self._take(lambda one: one.ready or not ready, limit_s) or self._take(lambda one: True, limit_s)
-            self._round = Round(members, ready, self.publisher, self.call_timeout_s, deadline)
+            beside = self._take(lambda one: one.rests_s > 0, 0.0) if ready else []
+            self._round = Round(members, ready, self.publisher, self.call_timeout_s, deadline, beside)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Phase one. Raises, with nothing decided, when too few have verified the version."""
@@ -199,7 +206,7 @@ class Fleet(Follower):
             self._check_follows(update_info)
             self._round.prepare(update_info)
             wanted, counted = self._min_ready, self._counted()
-            verified = [one for one in self._round.prepared if one in counted]
+            verified = [one for one in self._round.prepared if one in counted and one not in self._round.beside]
             if wanted is None:
                 wanted = len([one for one in counted if self._round.is_wanted(one)])
             if counted and len(verified) < max(wanted, 1):
@@ -296,8 +303,8 @@ class Fleet(Follower):
             for one in found.prepared:
                 if reason := found.reason(one):
                     one.fence(reason)
-                elif serving is not None and not one.left:
-                    one.admit(serving)
+                elif serving is not None and not one.left and not (serving.adapters and one in found.beside):
+                    one.admit(serving)  # who was taken along may lack adapters: its own thread asks it
             self._note_change()
             committed = tuple(one.name for one in found.prepared if not found.reason(one))
             missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
@@ -311,6 +318,8 @@ class Fleet(Follower):
         found, self._round = self._round, None
         if found is not None:
             found.abort(Deadline(ABORT_S))
+            with self._changed:
+                found.end_beside()
             self._release(found.members)
 
     # the replicas' threads
@@ -344,6 +353,12 @@ class Fleet(Follower):
 
         with self._changed:
             self._changed.wait_for(wanted, timeout_s)
+
+    def wait_for_round(self, one: Replica) -> None:
+        """Sleep until a replica that rests was in a round, or has rested, or leaves."""
+        with self._changed:
+            while not one.left and (one.rests_s or one.busy.locked()):
+                self._changed.wait(one.rests_s or self.heartbeat_s)
 
     # who reports
 

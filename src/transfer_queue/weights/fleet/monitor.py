@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any, Protocol
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
@@ -31,6 +32,7 @@ class Overseer(Protocol):
     def fence(self, one: Replica, reason: str) -> None: ...
     def admit(self, one: Replica, serving: Serving) -> bool: ...
     def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None: ...
+    def wait_for_round(self, one: Replica) -> None: ...
 
 
 class ReplicaMonitor:
@@ -51,6 +53,9 @@ class ReplicaMonitor:
         rest_s = fleet.heartbeat_s
         seen: Decided | None = None
         while not one.left:
+            if one.rests_s:
+                fleet.wait_for_round(one)
+                continue
             newest = fleet.newest()
             was_waited_for = one.is_waited_for  # that costs it nothing, so it is no reason to wait longer and longer
             infos = [] if one.ready or newest is None or was_waited_for else self._infos()  # waits for a sending
@@ -91,25 +96,35 @@ class ReplicaMonitor:
     def _look_after(self, infos: list[dict[str, Any]]) -> bool:
         """Whether all is well with it."""
         fleet, one = self._fleet, self._replica
-        newest = fleet.newest()
+        newest, begun = fleet.newest(), time.monotonic()
         try:
             if one.ready:
                 fleet.admit(one, one.ask(fleet.publisher, Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
-                self._catch_up(newest, infos)
+                self._catch_up(newest, infos, begun)
             elif fleet.publisher is not None and not one.met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
         except TransferQueueError as error:
             log.info("replica %s: %s", one.name, error)
             fleet.fence(one, str(error))
+            if newest is not None and isinstance(error, VersionGone):  # the trainer has let go of it for newer ones
+                self._is_overtaken(newest, begun)
         return one.ready or newest is None
+
+    def _is_overtaken(self, version: Decided, begun: float) -> bool:
+        """Whether a newer version was decided while the replica came to this one; it rests then."""
+        newest = self._fleet.newest()
+        if newest is None or newest.run_id != version.run_id or newest.version <= version.version:
+            return False
+        self._replica.rest(max(self._fleet.heartbeat_s, time.monotonic() - begun))
+        return True
 
     def _meet(self) -> None:
         fleet, one = self._fleet, self._replica
         one.meet(fleet.publisher, Deadline(fleet.call_timeout_s))
 
-    def _catch_up(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
+    def _catch_up(self, newest: Decided, infos: list[dict[str, Any]], begun: float) -> None:
         """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
         found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
@@ -123,6 +138,9 @@ class ReplicaMonitor:
             found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
             if not found.is_newest(newest):
                 fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
+                return
+            if self._is_overtaken(newest, begun):
+                fleet.fence(one, f"a newer version was decided while it came to {newest.version}")
                 return
         self._resume()
         fleet.admit(one, found)

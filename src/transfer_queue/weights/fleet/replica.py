@@ -13,6 +13,7 @@ from transfer_queue.errors import (
     NotOpen,
     NotSupported,
     ServiceUnavailable,
+    StaleBase,
     TransferQueueError,
     WrongEpoch,
     error_from_code,
@@ -89,6 +90,8 @@ class Replica:
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
+        self._rest_s = self._rests_until = 0.0
+        self._rounds_left = 0  # that it may rest for
         self._session: bool | None = False
         self._since = time.monotonic()
         self._heard: float | None = None
@@ -109,6 +112,23 @@ class Replica:
             self._since = time.monotonic()
         self.ready, self.reason, self.serving = True, "", serving
         self.brought = serving
+
+    def rest(self, rest_s: float) -> None:
+        """It was brought to a version, and a newer one was decided meanwhile. That could go on without an end, so for
+        that long nobody brings it further: the next round takes it along."""
+        self._rest_s, self._rests_until, self._rounds_left = rest_s, time.monotonic() + rest_s, 1
+
+    def was_taken_along(self, fault: TransferQueueError | None) -> None:
+        """A round has ended that it was in. A difference to a version that it lacks is nothing for it; the next round's
+        is none (`Fleet.lacks_base`)."""
+        goes_on = isinstance(fault, StaleBase) and self._rounds_left > 0
+        self._rounds_left -= 1
+        self._rests_until = time.monotonic() + self._rest_s if goes_on else 0.0
+
+    @property
+    def rests_s(self) -> float:
+        """For how long yet it rests; 0 where it does not."""
+        return 0.0 if self.ready else max(0.0, self._rests_until - time.monotonic())
 
     def fence(self, reason: str) -> None:
         if self.ready:

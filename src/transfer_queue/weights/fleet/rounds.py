@@ -49,9 +49,12 @@ class Round:
         publisher: TrainerEngine | None,
         call_timeout_s: float,
         deadline: Deadline,
+        beside: list[Replica],
     ) -> None:
-        """`ready`: who was ready as it began; one that could not be asked just then is no member."""
-        self.members = members
+        """`ready`: who was ready as it began; one that could not be asked just then is no member. `beside`: who was
+        not, and is taken along: what becomes of it decides nothing."""
+        self.members = [*members, *beside]
+        self.beside = beside
         self._ready = ready
         self._publisher = publisher
         self.prepared: list[Replica] = []
@@ -97,12 +100,12 @@ class Round:
 
     def commit(self, label: str | None, pause: RoundPause) -> None:
         """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
-        stays paused until it has caught up, if fences pause."""
+        stays paused until it has caught up, if fences pause. What answers no requests has nothing to pause."""
         left_s = FINISH_SHARE * self._deadline.left()
         deadline = Deadline(min(self._call_timeout_s, left_s))
 
         def commit(one: Replica) -> None:
-            if pause.mode is not None:
+            if pause.mode is not None and one.answers:
                 one.pause(self._publisher, pause.mode, pause.clear_cache, left_s + self._call_timeout_s, deadline)
             try:
                 one.call("finish_weight_update", *([] if label is None else [label]), deadline=deadline)
@@ -128,14 +131,20 @@ class Round:
 
     def is_wanted(self, one: Replica) -> bool:
         """Whether all of those that are ready means this one, too."""
-        return one in self.members or (one in self._ready and one.ready)
+        return one not in self.beside and (one in self.members or (one in self._ready and one.ready))
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""
 
     def error(self, text: str) -> TransferQueueError:
         """What went wrong, of the kind that the first one reported."""
-        return gathered(text, self._failed) if self._failed else ServiceUnavailable(text)
+        failed = {one: error for one, error in self._failed.items() if one not in self.beside}
+        return gathered(text, failed) if failed else ServiceUnavailable(text)
+
+    def end_beside(self) -> None:
+        """Tell those that were taken along that it is over."""
+        for one in self.beside:
+            one.was_taken_along(self._failed.get(one))
 
     def _well(self, replicas: list[Replica]) -> list[Replica]:
         return [one for one in replicas if one not in self._failed]

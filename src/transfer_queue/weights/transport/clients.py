@@ -70,6 +70,10 @@ class Follower(ABC):
     def allow(self, timeout_s: float | None) -> None:
         """All calls of the update that begins now have this long, together; None: it is over."""
 
+    def lacks_base(self) -> bool:
+        """Whether the next version is also for receivers that do not have the one before: it is to be all of it."""
+        return False
+
 
 class Member(Client, Protocol):
     """One server: a `WeightSyncClient` with one URL, or a `Control` of this process."""

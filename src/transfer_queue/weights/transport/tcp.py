@@ -214,8 +214,7 @@ class TcpTrainer(TrainerEngine):
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         manifest = self._stored(draft, deadline)
-        if self._tracker is not None:
-            self._tracker.begin(manifest)
+        self._share(manifest)
         return manifest
 
     def _stored(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
@@ -253,7 +252,13 @@ class TcpTrainer(TrainerEngine):
         if self._ranks is not None:
             self._ranks.answer([GIVE_WHOLE] * (self.info.world - 1))
             self._ranks.gather("served", deadline)
+        self._share(manifest)
         return manifest
+
+    def _share(self, manifest: Manifest) -> None:
+        """Receivers may give each other what they fetch of it, until it is decided or given up."""
+        if self._tracker is not None:
+            self._tracker.begin(manifest)
 
     def _packed_whole(self, draft: PendingVersion) -> tuple[Manifest, list[torch.Tensor]]:
         where = self._placed(draft.source)

@@ -127,6 +127,7 @@ class TrainerEngine(ABC):
             return report
 
     def _drafted(self, version: int | None, full: bool = False) -> PendingVersion:
+        full = full or (isinstance(self._client, Follower) and self._client.lacks_base())
         base = None if full or self._num_deltas + 1 >= self.info.anchor_every else self._base
         number, keeps = self._number("", version), self.info.anchor_every > 1
         return PendingVersion(self._source, number, self.run_id, base, keeps=keeps)
