@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tables import indexes, packed
@@ -97,6 +99,37 @@ def test_a_batch_of_which_nothing_is_wanted_makes_no_row_and_frees_its_block() -
     assert [one.code for one in reply.refused] == [GroupEnded.code] * 2
     assert indexes(reply) == box.rows() == []
     assert (box.controller.state.next_index, 77 in box.controller.freed) == (next_index, True)
+
+
+def test_of_shared_cells_those_of_results_that_nobody_wants_are_left_out() -> None:
+    box = GroupBox()
+    box.open("x", 3)
+    box.claim(3)
+    box.ask(m.FailSlots, [m.Attempt("x", 1, 0)], "infra")
+    box.claim(1)
+    image = FieldSchema("image", "", "", ())
+
+    def put(rid: int, slots: list[tuple[int, int]], *cells: tuple[int, list[int], bool]) -> Any:
+        finished = [m.FinishedSlot("x", slot, attempt, 1.0, None, None, 5, {}) for slot, attempt in slots]
+        shared = [
+            m.SharedCells(image, block, packed(rows), packed([0] * len(rows)), is_new, b"", bytes(16) * is_new)
+            for block, rows, is_new in cells
+        ]
+        return box.handle(
+            m.Commit(rid, "p", len(slots), None, None, [], -1, b"", None, 0.0, finishes=finished, shared=shared)
+        )
+
+    reply = put(900, [(0, 0), (1, 0), (2, 0)], (91, [0, 2], True), (92, [1], True))
+    assert [one.at for one in reply.refused] == [1]
+    assert (92 in box.controller.freed, 91 in box.controller.freed) == (True, False)
+    last = put(901, [(1, 0), (1, 1)], (93, [0], True), (91, [1], False))
+    assert [one.at for one in last.refused] == [0]
+    assert 93 in box.controller.freed
+    rows = indexes(reply) + indexes(last)
+    located = box.ask(m.Get, None, packed(rows), ["image"], False)
+    assert {piece.block for piece in located.pieces} == {91}
+    assert put(902, [(1, 0)], (94, [0], True)).refused
+    assert 94 in box.controller.freed
 
 
 def test_a_result_without_rows_is_in_though_nobody_wants_the_others() -> None:

@@ -112,6 +112,30 @@ def test_a_put_that_does_not_ask_shares_nothing(client: tq.TransferQueueClient) 
     assert used(client) >= 3 * NBYTES
 
 
+@pytest.mark.parametrize("is_asked", [True, False], ids=["by the call", "by the service"])
+def test_siblings_of_a_group_have_one_image(service: Callable[..., tq.TransferQueueClient], is_asked: bool) -> None:
+    client = service(controller={} if is_asked else {"dedupe": True})
+    dedupe = True if is_asked else None
+    pool = tq.group_pool("p", tq.GroupPolicy())
+    pool.open("x", 5)
+    attempts = pool.claim(5)
+    pool.fail(attempts[1])
+    again = pool.claim()
+    for attempt in (attempts[0], *again):  # in puts of their own
+        pool.finish(attempt, {"image": image()[None], "slot": torch.tensor([attempt.slot])}, reward=1.0, dedupe=dedupe)
+    late = [attempts[2], attempts[1], attempts[3], attempts[4]]  # the second is nobody's any more
+    images = [image(), image(7), image(), image()]
+    found = pool.finish_batch(
+        [one.result() for one in late], {"image": images, "slot": torch.tensor([one.slot for one in late])},
+        dedupe=dedupe,
+    )  # fmt: skip
+    assert [one.attempt for one in found.refused] == [attempts[1]]
+    until(lambda: used(client) < 1.2 * NBYTES, "one image in the service")
+    data = client.get_data(pool.select(1).metadata)
+    assert data["slot"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert all(torch.equal(one, image()) for one in data["image"])
+
+
 def test_the_service_may_ask_for_all_puts(service: Callable[..., tq.TransferQueueClient]) -> None:
     client = service(controller={"dedupe": True})
     for number in range(3):

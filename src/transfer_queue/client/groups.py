@@ -17,7 +17,8 @@ from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
-from transfer_queue.client.transfer.write import TargetRows, store
+from transfer_queue.client.transfer.share import store_shared
+from transfer_queue.client.transfer.write import TargetRows, is_on, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.errors import InvalidInput, TransferQueueError, error_from_code
 from transfer_queue.groups import GroupPolicy
@@ -233,11 +234,13 @@ class GroupOperations:
         newest_version: int | None = None,
         tokens: int = 0,
         info: Mapping[str, Any] | None = None,
+        dedupe: bool | None = None,
     ) -> Operation[BatchMeta | KVBatchMeta]:
         """The result of an attempt: new rows of any number, which are put with it in one step, or the metadata of rows
         that are in the partition already, by index or by key.
 
-        The versions are those that made its tokens (default: the group's `start_version`). Saying the same result twice
+        The versions are those that made its tokens (default: the group's `start_version`). `dedupe`: of new rows, as in
+        `kv_put`; siblings with one image have it once. Saying the same result twice
         changes nothing. The result of the last sibling seals the group and wakes who waits for it. Returns the rows'
         metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (new rows are not stored,
         others are cleared), `InvalidInput` for another result than the first.
@@ -247,22 +250,26 @@ class GroupOperations:
             reward=reward, oldest_version=oldest_version, newest_version=newest_version, tokens=tokens, info=info,
             num_rows=plan.rows if isinstance(plan, BlockPlan) else len(plan),
         )  # fmt: skip
-        found = yield from _finish(self, [one], plan)
+        found = yield from _finish(self, [one], plan, dedupe)
         for refused in found.refused:
             raise refused.error
         return found.metadata
 
     def finish_batch(
-        self, results: Sequence[SlotResult], data: TensorDict | Mapping[str, Any] | BatchMeta | KVBatchMeta
+        self,
+        results: Sequence[SlotResult],
+        data: TensorDict | Mapping[str, Any] | BatchMeta | KVBatchMeta,
+        *,
+        dedupe: bool | None = None,
     ) -> Operation[FinishedBatch]:
         """The results of several attempts (`SlotAttempt.result`), in one step. `data` has the rows of all of them in
-        that order, each `num_rows`; it is what `finish` takes, and new rows are one put.
+        that order, each `num_rows`; it is what `finish` takes, and new rows are one put. `dedupe` as in `finish`.
 
         What `finish` would refuse with `StaleAttempt`, `GroupEnded` or `RowCleared` is in `refused`, and of it nothing
         is stored; the others are in. Raises `InvalidInput`, with nothing stored, where one of them has another result
         already, or the rows do not fit.
         """
-        return (yield from _finish(self, results, (yield from _placed(self, data))))
+        return (yield from _finish(self, results, (yield from _placed(self, data)), dedupe))
 
     def fail(self, attempts: SlotAttempt | Sequence[SlotAttempt], kind: str = "infra") -> Operation[None]:
         """Attempts have failed: their siblings are tried again, by anybody, until their attempts are spent.
@@ -420,7 +427,7 @@ def _placed(pool: PoolOf, data: Any) -> Operation[BlockPlan | BatchMeta | KVBatc
 
 
 def _finish(
-    pool: PoolOf, results: Sequence[SlotResult], rows: BlockPlan | BatchMeta | KVBatchMeta
+    pool: PoolOf, results: Sequence[SlotResult], rows: BlockPlan | BatchMeta | KVBatchMeta, dedupe: bool | None
 ) -> Operation[FinishedBatch]:
     finished = [
         m.FinishedSlot(
@@ -430,7 +437,8 @@ def _finish(
     ]  # fmt: skip
     if isinstance(rows, BlockPlan):
         target = TargetRows(pool.partition_id, rows.rows, finishes=finished)
-        written = yield from store(pool.session, rows, target, None)
+        storing = store_shared if is_on(pool.session, "dedupe", dedupe) else store
+        written = yield from storing(pool.session, rows, target, None)
         metadata = committed_meta(pool.session.service_id, written, pool.partition_id, rows.schema(), None)
         return FinishedBatch(metadata, _refused(results, written.refused))
     if isinstance(rows, KVBatchMeta):

@@ -12,7 +12,7 @@ from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, row_set
-from transfer_queue.controller.group_results import SortedResults, without_refused
+from transfer_queue.controller.group_results import SortedResults, left_out, new_blocks, without_refused
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
@@ -298,10 +298,10 @@ class Controller:
         kept = None if results is None else results.kept  # of the block's rows; None: all
         if results is not None and not len(results.kept):
             return self._without_rows(message, results)
-        if results is not None:
-            message = without_refused(message, results.kept)
+        asked, message = message, message if results is None else without_refused(message, results.kept)
         note = "" if table is None else table.check(fields, message.strict)
         table, slots = self._target(message, table)
+        self.block_index.freed += [] if asked is message else left_out(asked, message)
         if message.fields and message.block != NO_BLOCK:
             number = table.group(message.fields)
             released = table.write(slots, number, message.block, kept)
@@ -331,8 +331,8 @@ class Controller:
         )  # fmt: skip
 
     def _without_rows(self, message: m.Commit, results: SortedResults) -> m.Reply:
-        """Every result of a commit that has rows was refused: its block is free."""
-        self.block_index.freed += [message.block] * (message.block > 0)
+        """Every result of a commit that has rows was refused: its blocks are free."""
+        self.block_index.freed += new_blocks(message)
         if results.news:
             self.groups.finish(message.partition, results, results.kept)
         return m.Committed(message.rid, b"", None, [], 0, refused=results.refused)

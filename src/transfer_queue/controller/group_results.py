@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from transfer_queue.controller.group_checks import named_rows, versions_of
 from transfer_queue.controller.readiness import Slots
@@ -13,6 +14,7 @@ from transfer_queue.controller.table import Table
 from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
 from transfer_queue.groups import PoolCore, Result
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import indexes_of
 
 MAX_ROWS = 1 << 24
 Span = tuple[m.FinishedSlot, int, int]  # a result, and from where to where its rows are among those of the request
@@ -72,12 +74,34 @@ def finish_named(
 
 
 def without_refused(message: m.Commit, kept: Slots) -> m.Commit:
-    """The commit of these rows only."""
+    """The commit of these rows only. Blocks of shared cells that none of them has are not in it."""
     if len(kept) == message.count:
         return message
     tags = None if message.tags is None else [message.tags[place] for place in kept.tolist()]
     values = {name: getattr(message, name) for name in message.__struct_fields__}
-    return m.Commit(**values | {"count": len(kept), "tags": tags, "replaced": []})
+    shared = [one for cells in message.shared if (one := _cells_of(cells, kept)) is not None]
+    return m.Commit(**values | {"count": len(kept), "tags": tags, "replaced": [], "shared": shared})
+
+
+def new_blocks(message: m.Commit) -> list[int]:
+    """Those that the commit fills."""
+    return [message.block] * (message.block > 0) + [one.block for one in message.shared if one.is_new]
+
+
+def left_out(message: m.Commit, kept: m.Commit) -> list[int]:
+    """The new blocks of a commit that what is kept of it does not need."""
+    return [block for block in new_blocks(message) if block not in new_blocks(kept)]
+
+
+def _cells_of(cells: m.SharedCells, kept: Slots) -> m.SharedCells | None:
+    """Those of the rows `kept` (ascending), which are counted anew."""
+    rows, places = indexes_of(cells.rows), indexes_of(cells.places)
+    have = np.isin(rows, kept)
+    if not have.any():
+        return None
+    return replace(
+        cells, rows=np.searchsorted(kept, rows[have]).astype(np.int64).tobytes(), places=places[have].tobytes()
+    )
 
 
 def _spans(finished: Sequence[m.FinishedSlot], num_rows: int) -> Iterator[Span]:

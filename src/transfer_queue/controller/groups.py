@@ -213,7 +213,7 @@ class GroupPools:
 
     def sort(self, message: m.Commit, finished: list[m.FinishedSlot]) -> SortedResults:
         """Which results of a commit are wanted, and which of its rows are theirs."""
-        if message.keys is not None or message.rows is not None or message.shared:
+        if message.keys is not None or message.rows is not None:
             raise InvalidInput("the rows of results are new ones, or named by FinishSlots")
         return sort_results(self._pool(message.partition), finished, message.count)
 
