@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, SafetensorsSource, StateDictSource, Swap
+from transfer_queue.weights.transport import disk as disk_transport
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
 from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
 from transfer_queue.weights.transport.tcp import TcpEngine
+from transfer_queue.weights.transport.version_folders import writing
 
 ROOM_S = 20.0
 
@@ -142,6 +145,25 @@ def test_a_version_that_another_thread_gives_up_while_leftovers_are_removed_is_r
     adds(left)
     disk.send(1)
     assert not left.exists()
+
+
+def test_a_version_whose_writer_was_interrupted_when_it_had_its_name_is_written_anew(
+    disk: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert disk.send(1) == 1
+
+    @contextmanager
+    def struck(folder: Path) -> Iterator[None]:
+        with writing(folder):
+            yield
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk_transport, "writing", struck)
+    with pytest.raises(KeyboardInterrupt):
+        disk.send(2)
+    assert disk.send(3) == 2
+    assert same(copy_of(disk.module), disk.weights)
 
 
 def test_what_a_dead_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ class DiskTrainer(TrainerEngine):
         super().__init__(info, client, source)
         self.root = Path(info.folder)
         self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it
+        self._undecided: set[Path] = set()  # that were begun, and neither decided nor withdrawn since
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
@@ -156,8 +157,11 @@ class DiskTrainer(TrainerEngine):
         with writing(self.root):
             self._clean()
             final.parent.mkdir(exist_ok=True)
+            if final in self._undecided and not self._turns.is_on_its_way(draft.version):
+                self._withdraw_folder(final)  # an interrupt struck when it had its name, and nobody was told of it
             if final.exists():
                 raise StaleVersion(f"{final} exists already")
+            self._undecided.add(final)
             try:
                 temporary.mkdir()
                 with leased(temporary, fcntl.LOCK_EX):
@@ -173,10 +177,15 @@ class DiskTrainer(TrainerEngine):
     def _decide(self, manifest: Manifest) -> None:
         final = self.folder_of(manifest.version, label_of(manifest))
         point_to(final, self.info.sync)
+        self._undecided.discard(final)
         retain(final.parent, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
-        self._withdrawn.extend(withdraw_version(self.folder_of(manifest.version, label_of(manifest))))
+        self._withdraw_folder(self.folder_of(manifest.version, label_of(manifest)))
+
+    def _withdraw_folder(self, folder: Path) -> None:
+        self._withdrawn.extend(withdraw_version(folder))
+        self._undecided.discard(folder)
 
     def _clean(self) -> None:
         """Remove what was withdrawn, as far as nobody reads it any more."""
