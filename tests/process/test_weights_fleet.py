@@ -214,6 +214,39 @@ def test_a_replica_that_versions_overtake_on_its_way_to_each_is_taken_along_by_t
     assert not late.gate.is_paused()
 
 
+def test_a_replica_that_is_too_slow_for_a_version_holds_up_one_of_them_only(site: Start) -> None:
+    here = site(1, "tcp")
+    here.send(1)
+    late = here.servers["late"] = Server("tcp")
+    begun: list[int] = []
+
+    def begin() -> None:
+        before = here.fleet.newest()
+        if here.fleet._round is not None and any(one.name == "late" for one in here.fleet._round.members):
+            begun.append(1)
+            raise DeadlineExceeded("too slow")
+        until(lambda: here.fleet.newest() != before, "a newer version", 10)
+
+    late.hooks["start_weight_update"] = begin
+    here.fleet.join("late", late)
+    seed = 1
+
+    def was_taken_along() -> bool:
+        nonlocal seed
+        seed += 1
+        here.send(seed)
+        return bool(begun)
+
+    until(was_taken_along, "a round with it", 10)
+    for seed in range(seed + 1, seed + 20):
+        here.send(seed)
+    assert here.fleet.ready() == ["a"]
+    assert len(begun) == 1
+    late.hooks.clear()
+    here.fleet.wait_ready(["late"], 10)
+    assert set(here.roots().values()) == {expected(seed)}
+
+
 def test_a_replica_that_was_started_anew_is_found_out_and_caught_up(site: Start) -> None:
     here = site(2)
     here.send(1)

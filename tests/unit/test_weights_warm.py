@@ -190,3 +190,16 @@ def test_the_memory_of_a_failed_update_goes_without_a_collection(monkeypatch: py
         trainer.shutdown()
         fleet.close()
         engine.shutdown()
+
+
+@pytest.mark.parametrize(("name", "maker"), [("tcp", (tcp, "warm")), ("shm", (shm, "Memory"))])
+def test_memory_that_cannot_be_made_leaves_no_server(
+    monkeypatch: pytest.MonkeyPatch, name: str, maker: tuple[Any, str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("as much as that there is not")
+
+    monkeypatch.setattr(*maker, fail)
+    with pytest.raises(MemoryError), meeting(name, Swap(model())):
+        pass
+    assert not [one for one in threading.enumerate() if one.name.startswith("tq-weights-serve")]

@@ -92,6 +92,7 @@ class Replica:
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
         self._rest_s = self._rests_until = 0.0
         self._rounds_left = 0  # that it may rest for
+        self._may_rest = True  # until it has failed in a round that it was taken along by, and is ready again
         self._session: bool | None = False
         self._since = time.monotonic()
         self._heard: float | None = None
@@ -110,17 +111,20 @@ class Replica:
     def admit(self, serving: Serving) -> None:
         if not self.ready:
             self._since = time.monotonic()
-        self.ready, self.reason, self.serving = True, "", serving
+        self.ready, self.reason, self.serving, self._may_rest = True, "", serving, True
         self.brought = serving
 
     def rest(self, rest_s: float) -> None:
         """It was brought to a version, and a newer one was decided meanwhile. That could go on without an end, so for
-        that long nobody brings it further: the next round takes it along."""
-        self._rest_s, self._rests_until, self._rounds_left = rest_s, time.monotonic() + rest_s, 1
+        that long nobody brings it further: the next round takes it along. Not one that was too slow for that, too: it
+        would hold up round after round."""
+        if self._may_rest:
+            self._rest_s, self._rests_until, self._rounds_left = rest_s, time.monotonic() + rest_s, 1
 
     def was_taken_along(self, fault: TransferQueueError | None) -> None:
         """A round has ended that it was in. A difference to a version that it lacks is nothing for it; the next round's
         is none (`Fleet.lacks_base`)."""
+        self._may_rest = fault is None or isinstance(fault, StaleBase)
         goes_on = isinstance(fault, StaleBase) and self._rounds_left > 0
         self._rounds_left -= 1
         self._rests_until = time.monotonic() + self._rest_s if goes_on else 0.0

@@ -156,13 +156,13 @@ class ShmTrainer(TrainerEngine):
         super().__init__(info, client, source)
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = SharedMemoryStore(info.keep)
-        listening, self.address = listen_unix(info.socket or f"@tq-weights-{secrets.token_hex(8)}")
-        self._path = "" if self.address.startswith("unix:@") else info.socket
-        self._server = WeightServer(listening, self.token, self.store)
-        self.reports.come_to(self._server)
         where = plan(source.specs(), info.bucket_nbytes)
         if info.warm and where.buckets:
             self.store.warm(starts_of(where.buckets)[-1])
+        listening, self.address = listen_unix(info.socket or f"@tq-weights-{secrets.token_hex(8)}")  # see `TcpTrainer`
+        self._path = "" if self.address.startswith("unix:@") else info.socket
+        self._server = WeightServer(listening, self.token, self.store)
+        self.reports.come_to(self._server)
 
     def receivers_info(self) -> dict[str, Any]:
         return {"address": self.address, "token": self.token, "recheck": self.info.recheck}

@@ -141,14 +141,14 @@ class TcpTrainer(TrainerEngine):
         self._led: tuple[str, ...] = ()  # the keys of what several ranks are giving
         self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))
-        listening, self.address = listen_tcp(info.host, info.port)
         may_share = info.peers or (info.peers is None and not is_loopback(info.host))
         self._tracker = Tracker(info.uploads) if may_share else None
-        self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks, self._tracker)
-        self.reports.come_to(self._server)
         is_warm = info.warm and info.world == 1
         self._expected = self._placed(source).buckets if is_warm else ()
         warm(self._expected, info.keep + 1)
+        listening, self.address = listen_tcp(info.host, info.port)  # last of all: what fails before leaves no server
+        self._server = WeightServer(listening, self.token, self.store, self._wants, self._ranks, self._tracker)
+        self.reports.come_to(self._server)
 
     @classmethod
     @system_faults()
