@@ -238,8 +238,8 @@ def test_a_replica_that_is_too_slow_for_a_version_holds_up_one_of_them_only(site
         return bool(begun)
 
     until(was_taken_along, "a round with it", 10)
-    for seed in range(seed + 1, seed + 20):
-        here.send(seed)
+    for _ in range(20):
+        was_taken_along()
     assert here.fleet.ready() == ["a"]
     assert len(begun) == 1
     late.hooks.clear()
