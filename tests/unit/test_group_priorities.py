@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -81,6 +82,15 @@ def test_draws_are_as_frequent_as_their_probabilities_say() -> None:
         spread = math.sqrt(probability * (1 - probability) / 20_000)
         assert abs(drawn[name] / 20_000 - probability) < 5 * spread
     assert {one.name for one in index.pick(9, lambda name: True, 0)} == {"a", "b", "c"}  # no repeats, none of weight 0
+
+
+def test_a_draw_does_not_depend_on_the_one_before_whatever_was_not_accepted() -> None:
+    index = Weighted(1.0, 7)
+    for number, name in enumerate(["a", "b", "c", "d", *(f"not yet {number}" for number in range(12))]):
+        index.add(name, number, 1.0)
+    drawn = [index.pick(1, lambda name: len(name) == 1, draw)[0].name for draw in range(4_000)]
+    num_repeats = sum(one == other for one, other in itertools.pairwise(drawn))
+    assert abs(num_repeats / 4_000 - 1 / 4) < 5 * math.sqrt(1 / 4 * 3 / 4 / 4_000)
 
 
 @pytest.mark.parametrize("order", ["priority", "weighted"])

@@ -98,7 +98,7 @@ class Weighted:
         total, found = self._tree.total, list[Picked]()
         weights: dict[int, float] = {}
         while len(found) < most and self._tree.total > 0.0:
-            place = self._tree.find(self._tree.total * self._random(draw + len(weights)))
+            place = self._tree.find(self._tree.total * self._random(draw, len(weights)))
             weights[place] = self._tree.weight(place)
             self._tree.set(place, 0.0)
             if accepts(self._names[place]):
@@ -107,9 +107,11 @@ class Weighted:
             self._tree.set(place, weight)
         return found
 
-    def _random(self, draw: int) -> float:
-        """From 0 to just below 1: the upper 53 bits, all that a float holds."""
-        return (xxhash.xxh3_64_intdigest(draw.to_bytes(8, "little"), self._seed) >> 11) / (1 << 53)
+    def _random(self, draw: int, number: int) -> float:
+        """From 0 to just below 1: the upper 53 bits, all that a float holds. `number`: of those of one `pick`, which may
+        need more of them than the groups that it gives, as others are not accepted. The next pick has none of them."""
+        place = draw.to_bytes(8, "little") + number.to_bytes(8, "little")
+        return (xxhash.xxh3_64_intdigest(place, self._seed) >> 11) / (1 << 53)
 
 
 class SumTree:

@@ -18,7 +18,7 @@ class PoolState(msgspec.Struct):
     with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
     `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
     have ended, the latest. `sampled`: groups that were selected in total, less those that were given back. `draws`:
-    random numbers that were used. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes."""
+    what the next draw is named by. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes."""
 
     policy: GroupPolicy
     base: int
