@@ -108,8 +108,8 @@ class Weighted:
         return found
 
     def _random(self, draw: int, number: int) -> float:
-        """From 0 to just below 1: the upper 53 bits, all that a float holds. `number`: of those of one `pick`, which may
-        need more of them than the groups that it gives, as others are not accepted. The next pick has none of them."""
+        """From 0 to just below 1: the upper 53 bits, all that a float holds. `number`: of those of one `pick`, which
+        needs more of them than it gives groups where some are not accepted. The next pick has none of them."""
         place = draw.to_bytes(8, "little") + number.to_bytes(8, "little")
         return (xxhash.xxh3_64_intdigest(place, self._seed) >> 11) / (1 << 53)
 
