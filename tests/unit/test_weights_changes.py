@@ -24,6 +24,7 @@ from transfer_queue.weights.receive.results import Results
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.base import whole_of
+from transfer_queue.weights.version import anchor as anchor_module
 from transfer_queue.weights.version.anchor import VersionAnchor
 from transfer_queue.weights.version.boxes import whole, within
 from transfer_queue.weights.version.delta import Patch
@@ -33,6 +34,7 @@ from transfer_queue.weights.version.plans import ShardPlan, Wants, plan_pieces
 from transfer_queue.weights.version.sealing import PackedCells, Sealing, seal_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import TensorShard
+from transfer_queue.weights.version.sources import shards_of
 from transfer_queue.weights.version.stored_cells import StoredCells
 
 Buckets = list[torch.Tensor]
@@ -278,3 +280,44 @@ def test_an_interrupt_while_the_base_follows_is_followed_by_a_full_version(
     monkeypatch.setattr(VersionAnchor, "follow", follow)
     trainer.weights["first.weight"] += 1
     assert [trainer.send_weights(deadline_s=30).kind for _ in range(2)] == ["full", "delta"]
+
+
+@pytest.mark.parametrize("where", ["room", "copying", "comparing"])
+def test_a_source_is_gone_through_where_what_is_done_with_it_fails(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The other ranks gather its tensors with this one."""
+    weights = drawn(Net(), 1)
+    source = StateDictSource(weights)
+    table = ShardTable.of(shards_of(source.specs()))
+    (plan,) = plan_pieces([table], bucket_nbytes=100)
+    anchor, _ = VersionAnchor.pack(table, source.tensors(), plan)
+    given: list[str] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in source.tensors():
+            given.append(name)
+            yield name, tensor
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("as much as that there is not")
+
+    failing = {"room": "room", "copying": "pack_shards", "comparing": "ready"}[where]
+    monkeypatch.setattr(anchor_module, failing, fail)
+    with pytest.raises(MemoryError):
+        anchor.compare(tensors()) if where == "comparing" else VersionAnchor.pack(table, tensors(), plan)
+    assert given == list(weights)
+
+
+def test_of_a_source_that_fails_nothing_more_is_asked() -> None:
+    weights = drawn(Net(), 1)
+    table = ShardTable.of(shards_of(StateDictSource(weights).specs()))
+    (plan,) = plan_pieces([table], bucket_nbytes=100)
+    asked: list[int] = []
+
+    class Failing(Iterator[tuple[str, torch.Tensor]]):
+        def __next__(self) -> tuple[str, torch.Tensor]:
+            asked.append(1)
+            raise RuntimeError("a rank did not come")
+
+    with pytest.raises(RuntimeError, match="did not come"):
+        VersionAnchor.pack(table, Failing(), plan)
+    assert len(asked) == 1

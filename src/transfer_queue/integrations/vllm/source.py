@@ -39,9 +39,10 @@ def vllm_source(given: Any, rank: int = 0, world: int = 1) -> WeightSource:
 class GatheredSource:
     """Full tensors, dealt to the ranks of a trainer: a `ShardSource`.
 
-    A rank that fails while it reads leaves the others waiting for it wherever the source has them gather: the time-out
-    of their process group ends that. A source that says which names a rank holds (`held_names`) may give None for the
-    others; then a rank keeps all that it holds, and who of several gives a tensor is settled when all have met.
+    A rank whose own source fails, or that dies, leaves the others waiting for it wherever the source has them gather:
+    the time-out of their process group ends that. One that fails at what it is given goes through the rest with them.
+    A source that says which names a rank holds (`held_names`) may give None for the others; then a rank keeps all that
+    it holds, and who of several gives a tensor is settled when all have met.
     """
 
     def __init__(self, given: Any, rank: int, world: int) -> None:

@@ -24,6 +24,7 @@ from transfer_queue.weights.version.pieces import copy_box, pack_shards, read_sh
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.shard_table import ShardTable
+from transfer_queue.weights.version.sources import ReadThrough
 from transfer_queue.weights.version.stored_cells import ITSELF, UNCHANGED, StoredCells
 from transfer_queue.weights.version.tensor_memory import on_host, room
 from transfer_queue.weights.version.threads import AHEAD_NBYTES, Ahead, helpers_for
@@ -83,8 +84,9 @@ class VersionAnchor:
         table: ShardTable, tensors: Iterator[tuple[str, torch.Tensor]], where: ShardPlan
     ) -> tuple[VersionAnchor, ShardDigests]:
         """As `pieces.pack_shards`, into buckets that are made for it."""
-        buckets = [room(nbytes) for nbytes in where.buckets]
-        digests = pack_shards(table, tensors, where, buckets)
+        with ReadThrough(tensors) as parts:
+            buckets = [room(nbytes) for nbytes in where.buckets]
+            digests = pack_shards(table, parts, where, buckets)
         return VersionAnchor(table, where, buckets), digests
 
     def fits(self, table: ShardTable, where: ShardPlan) -> bool:
@@ -95,9 +97,9 @@ class VersionAnchor:
         """Read the shards of the table, in this thread, and compare them in others. `ShapeMismatch` when they are other
         ones."""
         old = [bucket.numpy() for bucket in self.buckets]
-        with helpers_for(sum(self.where.buckets), "tq-delta") as helpers:
+        with ReadThrough(tensors) as parts, helpers_for(sum(self.where.buckets), "tq-delta") as helpers:
             comparing: Ahead[tuple[str, list[CellChange]]] = Ahead(helpers, AHEAD_NBYTES)
-            for shard, tensor, places in read_shards(self.table, tensors, self.where):
+            for shard, tensor, places in read_shards(self.table, parts, self.where):
                 cells = [old[place.bucket][place.offset : place.offset + place.nbytes] for place in places]
                 comparing.add(tensor.nbytes, _compared, shard.box, tensor, ready(tensor), places, cells)
             return CellChanges(self.where, comparing.end())

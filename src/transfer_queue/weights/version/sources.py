@@ -248,6 +248,31 @@ def parts_of(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
     return source.parts() if isinstance(source, ShardSource) else iter(source.tensors())
 
 
+class ReadThrough(Iterator[tuple[str, torch.Tensor]]):
+    """What a source gives, which is gone through to its end also where what is done with it fails within the context:
+    a source may have all ranks of a trainer gather each tensor, and the others would wait for this one. Where the
+    source itself fails nothing more is asked of it."""
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
+        self._is_giving = False
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        self._is_giving = True
+        found = next(self._tensors)
+        self._is_giving = False
+        return found
+
+    def __enter__(self) -> ReadThrough:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
+        if kind is not None and not self._is_giving:
+            with torch.no_grad():
+                for _ in self._tensors:
+                    pass
+
+
 def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; tied ones under each of their names. They are the module's own.
 
