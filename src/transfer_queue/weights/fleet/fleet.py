@@ -81,6 +81,8 @@ class Fleet(Follower):
         self._replicas: dict[str, Replica] = {}
         self._monitors: dict[str, ReplicaMonitor] = {}
         self._newest: Decided | None = None
+        self._decided_at: float | None = None
+        self.interval_s = 0.0  # between the last two decisions
         self._past: set[str] = set()
         self._turn = threading.Lock()  # the trainer's calls, one at a time
         self._round: Round | None = None
@@ -289,6 +291,8 @@ class Fleet(Follower):
         with self._changed:
             if self._newest is not None and newest is not None and self._newest.run_id != newest.run_id:
                 self._past.add(self._newest.run_id)
+            now, before = time.monotonic(), self._decided_at
+            self._decided_at, self.interval_s = now, 0.0 if before is None else now - before
             self._newest = newest
             for one in self._replicas.values():
                 if one not in found.prepared and one.takes(found.info):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any, Protocol
 
 from transfer_queue.errors import NotSupported, TransferQueueError, VersionGone
@@ -27,6 +26,7 @@ class Overseer(Protocol):
     catch_up_timeout_s: float
     fence_mode: Mode | None
     publisher: TrainerEngine | None
+    interval_s: float
 
     def newest(self) -> Decided | None: ...
     def fence(self, one: Replica, reason: str) -> None: ...
@@ -96,12 +96,12 @@ class ReplicaMonitor:
     def _look_after(self, infos: list[dict[str, Any]]) -> bool:
         """Whether all is well with it."""
         fleet, one = self._fleet, self._replica
-        newest, begun = fleet.newest(), time.monotonic()
+        newest = fleet.newest()
         try:
             if one.ready:
                 fleet.admit(one, one.ask(fleet.publisher, Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
-                self._catch_up(newest, infos, begun)
+                self._catch_up(newest, infos)
             elif fleet.publisher is not None and not one.met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
@@ -109,22 +109,24 @@ class ReplicaMonitor:
             log.info("replica %s: %s", one.name, error)
             fleet.fence(one, str(error))
             if newest is not None and isinstance(error, VersionGone):  # the trainer has let go of it for newer ones
-                self._is_overtaken(newest, begun)
+                self._is_overtaken(newest)
         return one.ready or newest is None
 
-    def _is_overtaken(self, version: Decided, begun: float) -> bool:
-        """Whether a newer version was decided while the replica came to this one; it rests then."""
-        newest = self._fleet.newest()
+    def _is_overtaken(self, version: Decided) -> bool:
+        """Whether a newer version was decided while the replica came to this one; it rests then, until the next one is
+        to be expected."""
+        fleet = self._fleet
+        newest = fleet.newest()
         if newest is None or newest.run_id != version.run_id or newest.version <= version.version:
             return False
-        self._replica.rest(max(self._fleet.heartbeat_s, time.monotonic() - begun))
+        self._replica.rest(fleet.heartbeat_s + 2 * fleet.interval_s)
         return True
 
     def _meet(self) -> None:
         fleet, one = self._fleet, self._replica
         one.meet(fleet.publisher, Deadline(fleet.call_timeout_s))
 
-    def _catch_up(self, newest: Decided, infos: list[dict[str, Any]], begun: float) -> None:
+    def _catch_up(self, newest: Decided, infos: list[dict[str, Any]]) -> None:
         """Bring it to the newest version, unless there is another one meanwhile."""
         fleet, one = self._fleet, self._replica
         found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
@@ -139,7 +141,7 @@ class ReplicaMonitor:
             if not found.is_newest(newest):
                 fleet.fence(one, f"it serves {found} after version {newest.version} was sent to it")
                 return
-            if self._is_overtaken(newest, begun):
+            if self._is_overtaken(newest):
                 fleet.fence(one, f"a newer version was decided while it came to {newest.version}")
                 return
         self._resume()
