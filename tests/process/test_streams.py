@@ -425,6 +425,25 @@ def test_an_async_loop_that_is_left_gives_its_rows_back(client: Client) -> None:
     assert used(client) == 2
 
 
+def test_an_async_loop_that_is_just_left_gives_its_rows_back_without_a_garbage_collection(client: Client) -> None:
+    put(client, 4)
+
+    async def loop() -> None:
+        async for _ in tq.async_stream("p", ["x"], task="t", batch_size=4):
+            return
+
+    async def main() -> None:
+        await loop()
+        while client.overview().leases:
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(main(), 10))
+    finally:
+        gc.enable()
+
+
 def test_a_cancelled_async_loop_gives_its_rows_back_and_blocks_nobody(client: Client) -> None:
     put(client, 4)
     client.set_partition("p", size=8)

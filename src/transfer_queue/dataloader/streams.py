@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -203,16 +204,18 @@ class AsyncStream(_Streaming):
 
     def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         super().__init__(dataset, form)
-        self._running: AsyncGenerator[Any, None] | None = None
+        # Weak: it refers to this object, and asyncio ends what was left once nobody refers to it.
+        self._running: weakref.ref[AsyncGenerator[Any, None]] | None = None
 
     def __aiter__(self) -> AsyncGenerator[Any, None]:
         running = self._deliveries()
-        self._running = running
+        self._running = weakref.ref(running)
         return running
 
     async def aclose(self) -> None:
         """Give back what was not acknowledged; a next loop goes on there."""
-        running, self._running = self._running, None
+        running = self._running() if self._running is not None else None
+        self._running = None
         if running is not None:
             await running.aclose()
 
