@@ -416,7 +416,9 @@ def test_an_async_loop_that_is_left_gives_its_rows_back(client: Client) -> None:
             async for data in stream:
                 if data["x"].tolist() == [2, 3]:
                     break
-        assert await asyncio.to_thread(left, client) == 6
+        rest = await client.async_get_meta(["x"], 6, "p", task_name="t", timeout_s=0, lease_s=60)
+        assert rest.redelivered == {}, "nobody tried them"
+        await client.async_release(rest)
         async for data in stream:
             assert data["x"].tolist() == [2, 3], "goes on there"
             await stream.aclose()
@@ -427,13 +429,15 @@ def test_an_async_loop_that_is_left_gives_its_rows_back(client: Client) -> None:
 
 def test_an_async_loop_that_is_just_left_gives_its_rows_back_without_a_garbage_collection(client: Client) -> None:
     put(client, 4)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2)
 
-    async def loop() -> None:
-        async for _ in tq.async_stream("p", ["x"], task="t", batch_size=4):
-            return
+    async def first() -> list[int]:
+        async for data in stream:
+            return data["x"].tolist()
+        return []
 
     async def main() -> None:
-        await loop()
+        assert [await first(), await first()] == [[0, 1], [0, 1]], "the second waits for what the first has on lease"
         while client.overview().leases:
             await asyncio.sleep(0.01)
 
