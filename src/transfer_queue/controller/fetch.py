@@ -315,12 +315,12 @@ class Fetching:
     def lent(self, message: LeaseRequest, session: bytes) -> m.Lent:
         """What becomes of rows on lease. Raises as `Leases.handle`."""
         if isinstance(message, m.Release) and not message.lease:
-            self.end_session(session, attempt=None)
+            self.end_session(session, tried=False)
             return m.Lent(message.rid, 0)
         return self.leases.handle(message, session)
 
-    def end_session(self, session: bytes, attempt: FailedAttempt | None = FailedAttempt(HOLDER_ENDED)) -> None:
-        """Refuse what still waits in its name, and offer again what only it holds; None: nobody tried it."""
+    def end_session(self, session: bytes, tried: bool = True) -> None:
+        """Refuse what still waits in its name, and offer again what only it holds, which was `tried` in vain or not."""
         for request in self._on_behalf.pop(session, ()):
             if self.parked.holds(request):
                 self.parked.remove(request)
@@ -328,7 +328,7 @@ class Fetching:
                 text = "the session that would hold the rows has ended"
                 self.outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
         self.dealing.end_session(session, self.tables)
-        self.leases.end_session(session, attempt)
+        self.leases.end_session(session, FailedAttempt(HOLDER_ENDED) if tried else None)
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone."""
