@@ -188,7 +188,7 @@ def _loaded(module: str) -> Any:
 
 
 def _let_others_load() -> None:
-    """A fork waits for them, for a while: in the child a module that another thread was importing is locked for good."""
+    """A fork waits for them, for a while: a module that another thread imports is locked for good in the child."""
     own, end = threading.get_ident(), time.monotonic() + _LOAD_S
     while any(thread != own for thread in _loading) and time.monotonic() < end:
         time.sleep(0.001)
