@@ -41,6 +41,9 @@ What stands above may import what stands below (`pyproject.toml` has the exact l
 from __future__ import annotations
 
 import importlib
+import os
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,16 +163,43 @@ __all__ = list(_HOME_OF)
 __version__ = Path(__file__).with_name("version").joinpath("version").read_text(encoding="utf-8").strip()
 
 
+_LOAD_S = 10.0
+_loading: list[int] = []  # the threads that load something now
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"transfer_queue.{name}")
+        return _loaded(f"transfer_queue.{name}")
     try:
         home = _HOME_OF[name]
     except KeyError:
         raise AttributeError(f"module 'transfer_queue' has no attribute {name!r}") from None
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(_loaded(home), name)
     globals()[name] = value
     return value
+
+
+def _loaded(module: str) -> Any:
+    _loading.append(threading.get_ident())
+    try:
+        return importlib.import_module(module)
+    finally:
+        _loading.remove(threading.get_ident())
+
+
+def _let_others_load() -> None:
+    """A fork waits for them, for a while: a module that another thread imports is locked for good in the child."""
+    own, end = threading.get_ident(), time.monotonic() + _LOAD_S
+    while any(thread != own for thread in _loading) and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _leave_to_parent() -> None:
+    own = threading.get_ident()
+    _loading[:] = [thread for thread in _loading if thread == own]
+
+
+os.register_at_fork(before=_let_others_load, after_in_child=_leave_to_parent)
 
 
 def __dir__() -> list[str]:

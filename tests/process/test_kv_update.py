@@ -194,7 +194,9 @@ def test_a_refused_number_is_told_what_to_do(
 @pytest.mark.parametrize(
     ("name", "old", "new", "expected"),
     [
-        ("append", torch.tensor([1, 2]), torch.tensor([3]), [1, 2, 3]),
+        ("append", torch.tensor([1, 2]), torch.tensor([3]), [1, 2, 3]), ("append", [1, 2], [3], [1, 2, 3]),
+        ("append", [1, 2], np.array([3, 4]), [1, 2, 3, 4]), ("append", [[1, 2]], 3, [[1, 2], 3]),
+        ("append", torch.tensor([[1, 2]]), torch.tensor([3, 4]), [[1, 2], [3, 4]]), ("append", [1, 2], 3, [1, 2, 3]),
         ("append", [1, "a"], ["b"], [1, "a", "b"]), ("append", [{"turn": 1}], {"turn": 2}, [{"turn": 1}, {"turn": 2}]),
         ("append", "one ", "two", "one two"), ("merge", {"a": 1, "b": 1}, {"b": 2}, {"a": 1, "b": 2}),
         ("add", torch.tensor([1, 2]), torch.tensor([3, 4]), [4, 6]), ("add", torch.tensor([1, 2]), 2, [3, 4]),
@@ -219,7 +221,11 @@ def test_parsers_have_names(
 
 def test_values_that_a_named_parser_cannot_take_are_a_type_error(shared: tq.TransferQueueClient) -> None:
     tq.kv_put("k", "unfit", fields={"x": torch.tensor([1]), "o": {"a": 1}})
-    for name, values in (("merge", torch.tensor([1])), ("append", "text")):
+    for name, values in (
+        ("merge", torch.tensor([1])),
+        ("append", "text"),
+        ("append", torch.ones(2, 3, dtype=torch.int64)),
+    ):
         with pytest.raises(TypeError, match=name):
             tq.kv_update("k", "unfit", "x", values=values, parser=name)
     with pytest.raises(TypeError, match="add"):
@@ -428,6 +434,22 @@ def test_a_dict_may_replace_a_tensor(shared: tq.TransferQueueClient) -> None:
     tq.kv_put("a", "emptied", {"x": torch.ones(3)})
     tq.kv_update("a", "emptied", "x", values={"sum": 3}, parser=lambda old, new: {**new, "was": old.tolist()})
     assert list(tq.kv_batch_get("a", "emptied")["x"]) == [{"sum": 3, "was": [1, 1, 1]}]
+
+
+def test_an_array_in_a_field_of_tensors_is_a_tensor_and_among_objects_an_array(shared: tq.TransferQueueClient) -> None:
+    part = "arrays"
+    tq.kv_put("k", part, {"x": np.array([1.0, 2.0]), "o": np.array(["a", "b"])})
+    tq.kv_update("k", part, "x", np.array([3.0]), parser="replace")
+    tq.kv_update("k", part, "new", 2.0, parser=lambda old, new: np.array(new))
+    tq.kv_update("k", part, {"x": 4.0}, merge=lambda old, new: old.numpy() * new)
+    tq.kv_update("k", part, "o", np.array([1, 2]), parser="replace")
+    row = tq.kv_batch_get("k", part)
+    assert (row["x"][0].tolist(), row["new"].tolist()) == ([12.0], [2.0])
+    assert type(row.get("o").tolist()[0]) is np.ndarray
+    meta = shared.put({"x": np.array([1.0, 2.0])}, partition_id=part)
+    shared.update(meta, "x", {"x": np.array([3.0, 4.0])}, "replace")
+    assert torch.equal(shared.get_data(meta)["x"], torch.tensor([3.0, 4.0], dtype=torch.float64))
+    shared.clear_partition(part)
 
 
 def test_a_list_beside_tensors_stays_a_list(shared: tq.TransferQueueClient) -> None:

@@ -172,6 +172,36 @@ def test_an_interrupted_init_leaves_no_server(
     assert tq.get_client().session.timeout_s == 7.0
 
 
+def test_a_child_that_is_forked_while_another_thread_loads_a_part_of_the_package_can_load_it(
+    fresh_child: Spawn,
+) -> None:
+    forking = fresh_child(
+        """
+        import os, signal, sys, threading
+        import transfer_queue as tq
+        begun, go = threading.Event(), threading.Event()
+
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "transfer_queue.errors":
+                    begun.set()
+                    go.wait()
+
+        sys.meta_path.insert(0, Slow())
+        os.register_at_fork(before=go.set)
+        threading.Thread(target=lambda: tq.LockLostError).start()
+        begun.wait()
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            tq.LockLostError
+            os._exit(0)
+        print(os.waitpid(pid, 0)[1])
+        """
+    )
+    assert forking.finish() == "0"
+
+
 def test_a_child_that_is_forked_while_another_thread_attaches_can_attach(
     client: tq.TransferQueueClient, child: Spawn
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import freeze, until
 from streams import dataset, numbers, put, used
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.dataloader.acks import Acks
@@ -67,6 +67,15 @@ def test_every_kind_of_column_is_split() -> None:
         assert parts[0][0][name].layout == whole[name].layout
     assert [text for data, _ in parts for text in data["text"]] == ["a", "b", "c"]
     assert len(whole.keys()) == 4, "the batch keeps its columns"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_keep_their_types_in_parts(size: int) -> None:
+    shapes = [torch.Size([1, 2]), (3, 4)]
+    whole = TensorDict({"shape": NonTensorStack(*map(NonTensorData, shapes))}, batch_size=[2])
+    parts = chunk_batch_fn(whole, BatchMeta(range(2), ["p"] * 2), size)
+    found = [shape for data, _ in parts for shape in data.get("shape").tolist()]
+    assert list(map(type, found)) == [torch.Size, tuple]
 
 
 def test_bad_chunks_are_refused() -> None:

@@ -416,13 +416,36 @@ def test_an_async_loop_that_is_left_gives_its_rows_back(client: Client) -> None:
             async for data in stream:
                 if data["x"].tolist() == [2, 3]:
                     break
-        assert await asyncio.to_thread(left, client) == 6
+        rest = await client.async_get_meta(["x"], 6, "p", task_name="t", timeout_s=0, lease_s=60)
+        assert rest.redelivered == {}, "nobody tried them"
+        await client.async_release(rest)
         async for data in stream:
             assert data["x"].tolist() == [2, 3], "goes on there"
             await stream.aclose()
 
     asyncio.run(loop())
     assert used(client) == 2
+
+
+def test_an_async_loop_that_is_just_left_gives_its_rows_back_without_a_garbage_collection(client: Client) -> None:
+    put(client, 4)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2)
+
+    async def first() -> list[int]:
+        async for data in stream:
+            return data["x"].tolist()
+        return []
+
+    async def main() -> None:
+        assert [await first(), await first()] == [[0, 1], [0, 1]], "the second waits for what the first has on lease"
+        while client.overview().leases:
+            await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(main(), 10))
+    finally:
+        gc.enable()
 
 
 def test_a_cancelled_async_loop_gives_its_rows_back_and_blocks_nobody(client: Client) -> None:

@@ -121,13 +121,25 @@ def test_rows_that_differ_in_several_dimensions(part: str, side: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [(torch.tensor([1, 2], dtype=torch.uint8), -1), (torch.tensor([1, 2]), 0.5), (torch.tensor([1, 2]), float("nan")),
-     (torch.tensor([True, False]), 2)],
-    ids=["uint8", "fraction", "nan", "bool"],
+     (torch.tensor([True, False]), 2), (torch.tensor([1, 2]), 1 << 63), (torch.tensor([1.0, 2.0]), 10**400)],
+    ids=["uint8", "fraction", "nan", "bool", "63 bits", "huge"],
 )  # fmt: skip
 def test_a_value_the_dtype_does_not_have_is_refused(part: str, field: torch.Tensor, value: float) -> None:
     keys = put(part, x=[field, field[:1]])
     with pytest.raises(InvalidInput, match="'x'"):
         tq.kv_batch_get(keys, part, pad=value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float64, 1e300), (torch.int64, 16777217.0), (torch.uint64, (1 << 64) - 1), (torch.int64, np.int32(-7)),
+     (torch.float32, np.float32(0.1))],
+    ids=["float64", "whole", "uint64", "numpy int", "numpy float"],
+)  # fmt: skip
+def test_every_number_that_the_dtype_has_can_be_padded_with(part: str, dtype: torch.dtype, value: float) -> None:
+    keys = put(part, x=[torch.ones(1, dtype=dtype), torch.ones(2, dtype=dtype)])
+    padded = tq.kv_batch_get(keys, part, pad=tq.Padding(value=value, multiple=np.int64(2)))["x"]
+    assert (padded.shape, padded.tolist()[0]) == ((2, 2), [1, value])
 
 
 @pytest.mark.parametrize("pad", ["0", None, {"x": "0"}], ids=str)

@@ -205,3 +205,15 @@ def test_a_mark_leaves_out_rows_that_were_refused() -> None:
     box.mark(1, used=[(lease, rows[:3])])
     assert box.taken(1) == [[rows[0], rows[2]]]
     assert box.lend(2)[1] == [rows[1], rows[3]]
+
+
+def test_a_holder_that_leaves_has_not_tried_what_it_gives_back() -> None:
+    box, _ = filled(3)
+    lease, _ = box.lend(1, holder=b"loader")
+    box.lend(1, session=b"another")
+    box.lend(2, holder=b"loader", ticket="waits", wait_s=60.0)
+    box.handle(m.Release(1, 0, None), None, b"loader")
+    assert [type(reply) for _, reply in box.controller.outbox] == [m.Failed], "nothing is lent in its name any more"
+    assert told(box, 2) is None
+    with pytest.raises(LeaseExpired):
+        box.ack(lease)

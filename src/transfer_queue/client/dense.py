@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -31,6 +32,10 @@ class Padding:
     mask: bool | str = False
 
     def __post_init__(self) -> None:
+        for name in ("value", "multiple"):
+            number = getattr(self, name)
+            if isinstance(number, np.number):
+                object.__setattr__(self, name, number.item())
         if self.side not in (LEFT, RIGHT):
             raise InvalidInput(f'side is "left" or "right", got {self.side!r}')
         if type(self.multiple) is not int or self.multiple < 1:
@@ -162,17 +167,21 @@ def _place(length: int, size: int, padding: Padding) -> slice:
 
 def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padding) -> torch.Tensor:
     """A tensor of the padding's value. Raises `InvalidInput` where the dtype would change it into another number."""
-    fill, value = torch.tensor(padding.value, device="cpu"), padding.value
-    inexact = like.dtype.is_floating_point or like.dtype.is_complex
+    value, inexact = padding.value, like.dtype.is_floating_point or like.dtype.is_complex
     try:
-        held = fill.to(like.dtype)
-        torch.full((1,), 0, dtype=like.dtype, device="cpu")
+        number = float(value) if inexact else value
+        exact = torch.float64 if isinstance(number, float) else torch.uint64 if value >= 1 << 63 else torch.int64
+        held = torch.tensor(number, dtype=exact, device="cpu").to(like.dtype)
+        torch.full((1,), value, dtype=like.dtype, device="cpu")
     except NotImplementedError:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which torch cannot fill: leave pad= out of it") from None
-    if inexact:
-        holds = not math.isfinite(value) or math.isfinite(abs(held.item()))
+    except (OverflowError, RuntimeError, ValueError):  # torch's, for a number that the dtype has not
+        holds = False
     else:
-        holds = math.isfinite(value) and held.item() == value
+        if inexact:
+            holds = not math.isfinite(value) or math.isfinite(abs(held.item()))
+        else:
+            holds = math.isfinite(value) and held.item() == value
     if not holds:
         raise InvalidInput(f"field {name!r} is {like.dtype}, which has no {padding.value!r} to pad with")
     return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)

@@ -113,7 +113,7 @@ class Controller:
             (self.watching.requests, self.watching.handle), (LOCK_REQUESTS, self.locks.handle),
             (self._fleets.requests, self._fleets.handle),
             (VERSION_REQUESTS, self.staleness.handle),
-            (LEASE_REQUESTS, lambda message, ticket, session, now: self._leases.handle(message, session)),
+            (LEASE_REQUESTS, lambda message, ticket, session, now: self._fetching.lent(message, session)),
             (DEAD_LETTER_REQUESTS, lambda message, *asker: self._redelivery.handle(message)),
         )  # fmt: skip
         self._parts: dict[type, Callable[..., m.Reply | None]] = {kind: part for kinds, part in parts for kind in kinds}

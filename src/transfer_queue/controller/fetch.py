@@ -9,7 +9,14 @@ import numpy as np
 
 from transfer_queue.controller.dealing import Dealing
 from transfer_queue.controller.endings import holder_of, is_complete, is_produced, rest
-from transfer_queue.controller.leases import MAX_LEASE_S, Leases, check_lease
+from transfer_queue.controller.leases import (
+    HOLDER_ENDED,
+    MAX_LEASE_S,
+    FailedAttempt,
+    LeaseRequest,
+    Leases,
+    check_lease,
+)
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.notices import nothing, timed_out
 from transfer_queue.controller.readiness import Flags, ReadyView, Slots, Task
@@ -305,8 +312,15 @@ class Fetching:
             task.num_consumed + task.num_lent == table.num_rows and task.num_lent == self.leases.lent_to(holder, task)
         )
 
-    def end_session(self, session: bytes) -> None:
-        """Refuse what still waits in its name, and offer again what only it holds."""
+    def lent(self, message: LeaseRequest, session: bytes) -> m.Lent:
+        """What becomes of rows on lease. Raises as `Leases.handle`."""
+        if isinstance(message, m.Release) and not message.lease:
+            self.end_session(session, tried=False)
+            return m.Lent(message.rid, 0)
+        return self.leases.handle(message, session)
+
+    def end_session(self, session: bytes, tried: bool = True) -> None:
+        """Refuse what still waits in its name, and offer again what only it holds, which was `tried` in vain or not."""
         for request in self._on_behalf.pop(session, ()):
             if self.parked.holds(request):
                 self.parked.remove(request)
@@ -314,7 +328,7 @@ class Fetching:
                 text = "the session that would hold the rows has ended"
                 self.outbox.append((request.ticket, Failed(request.message.rid, LeaseExpired.code, text)))
         self.dealing.end_session(session, self.tables)
-        self.leases.end_session(session)
+        self.leases.end_session(session, FailedAttempt(HOLDER_ENDED) if tried else None)
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone."""

@@ -214,13 +214,13 @@ class Leases:
         for everything in (self._leases, self._ended_ones, self._held, self._deadlines):
             everything.clear()
 
-    def end_session(self, session: bytes) -> None:
-        """What only this session holds is offered again."""
+    def end_session(self, session: bytes, attempt: FailedAttempt | None) -> None:
+        """What only this session holds is offered again; None: nobody tried it."""
         for number in sorted(self._held.pop(session, ())):
             lease = self._leases[number]
             del lease.holders[session]
             if not lease.holders:
-                self._end(lease, FailedAttempt(HOLDER_ENDED))
+                self._end(lease, attempt)
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a lease."""

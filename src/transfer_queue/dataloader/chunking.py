@@ -35,8 +35,9 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
         raise InvalidInput(f"micro_batch_size ({micro_batch_size}) exceeds total batch size ({total})")
     if len(batch_meta) != total:
         raise InvalidInput(f"{total} rows of data with {len(batch_meta)} rows of metadata")
-    if micro_batch_size == total and not num_repeated(batch_meta):
-        return [(td.copy(), batch_meta[:])]
+    if micro_batch_size == total and not num_repeated(batch_meta):  # not `td.copy`, which makes tuples of torch.Size
+        whole = {key: value if isinstance(value, torch.Tensor) else value[:total] for key, value in td.items()}
+        return [(new_tensordict(whole, total), batch_meta[:])]
     columns, own = dict(td.items()), total - _repeated_at_end(batch_meta)
     found = []
     for start, stop in bounds(total, own, micro_batch_size):

@@ -42,7 +42,6 @@ class LeaseOwner:
         self.ident = secrets.token_bytes(16)
         self._session = client.session
         self._line = Line(self._session.connect(ident=self.ident))
-        self._rids = itertools.count(1)
         self.close = weakref.finalize(self, _leave, self._line, self._session, self.ident, os.getpid())
         _HOLDERS.add(self)
 
@@ -67,7 +66,7 @@ class LeaseOwner:
         lost.close()  # not before: with its last connection a session ends
 
     def _ask(self, lease_s: float) -> None:
-        request = m.Renew(next(self._rids), 0, lease_s)
+        request = m.Renew(next(self._line.rids), 0, lease_s)
         try:
             reply, _ = self._line.connection.call(request, None, self._session.timeout_s)
         except (ServiceUnavailable, DeadlineExceeded):
@@ -83,19 +82,23 @@ class Line:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.is_broken = False
+        self.rids = itertools.count(1)
 
 
 def _leave(line: Line, session: Session, ident: bytes, pid: int) -> None:
-    """End the session: over TCP it would be waited for after its connection is gone. So it is, as long as this process
-    lives, where a standby took over: then it comes back to end. A forked child just closes."""
+    """End the session, and say that nobody tried what it holds: else the rows would count as tried in vain. Over TCP it
+    would be waited for after its connection is gone. So it is, as long as this process lives, where a standby took
+    over: then it comes back to end. A forked child just closes."""
     fresh: Connection | None = None
     try:
         if os.getpid() == pid:
             with contextlib.suppress(ServiceError):
                 if line.connection.is_lost:
                     fresh = session.connect(LEAVE_S, ident=ident)
+                way = fresh or line.connection
+                way.notify(m.Release(next(line.rids), 0, None, session.service_id))
                 if not session.is_local:
-                    (fresh or line.connection).notify(m.Goodbye())
+                    way.notify(m.Goodbye())
     finally:
         line.connection.close()
         if fresh is not None:

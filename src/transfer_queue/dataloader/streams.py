@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,10 +20,11 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.plan import items_of
 from transfer_queue.dataloader.acks import Receipt, with_receipts
 from transfer_queue.dataloader.chunking import bounds, chunk_batch_fn
-from transfer_queue.dataloader.feed import Batch, End, Key, Terms, taking
-from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for, renewal_s
+from transfer_queue.dataloader.feed import END, Batch, End, Key, Terms, taking
+from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
+from transfer_queue.errors import TransferQueueError
 from transfer_queue.metadata import BatchMeta
 
 Row: TypeAlias = dict[str, Any]
@@ -203,18 +206,24 @@ class AsyncStream(_Streaming):
 
     def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         super().__init__(dataset, form)
-        self._running: AsyncGenerator[Any, None] | None = None
+        # Weak: it refers to this object, and asyncio ends what was left once nobody refers to it.
+        self._running: weakref.ref[AsyncGenerator[Any, None]] | None = None
+        self._ended: asyncio.Future[None] | None = None  # of the loop that began last: it has given everything back
 
     def __aiter__(self) -> AsyncGenerator[Any, None]:
-        running = self._deliveries()
-        self._running = running
+        is_left = self._running is None or self._running() is None
+        running = self._deliveries(self._ended if is_left else None)
+        self._running = weakref.ref(running)
         return running
 
     async def aclose(self) -> None:
         """Give back what was not acknowledged; a next loop goes on there."""
-        running, self._running = self._running, None
+        running = self._running() if self._running is not None else None
+        self._running = None
         if running is not None:
             await running.aclose()
+        else:
+            await _all_given_back(self._ended)
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -222,12 +231,15 @@ class AsyncStream(_Streaming):
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    async def _deliveries(self) -> AsyncGenerator[Any, None]:
+    async def _deliveries(self, before: asyncio.Future[None] | None) -> AsyncGenerator[Any, None]:
         dataset = self._dataset
+        await _all_given_back(before)
         client, holder = await asyncio.to_thread(_attached, dataset)
+        ended = self._ended = asyncio.get_running_loop().create_future()
         terms = dataset._terms(holder.ident)
         helpers: list[asyncio.Task[Any]] = [asyncio.create_task(_renew(holder, terms.lease_s))]
         ahead: asyncio.Task[Batch | End] | None = None
+        batch: Batch | End = END
         try:
             while True:
                 batch = await (ahead or _take(client, terms, Key(dataset.partition_id, dataset.batch_index)))
@@ -248,8 +260,12 @@ class AsyncStream(_Streaming):
                 helper.cancel()
             try:
                 await all_ended(helpers)
+                await _give_back(client, [batch, _found_by(ahead)])
             finally:
-                await _in_thread(holder.close)
+                try:
+                    await _in_thread(holder.close)
+                finally:
+                    ended.set_result(None)
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Any, Receipt]]:
         data, meta = batch
@@ -257,6 +273,27 @@ class AsyncStream(_Streaming):
             return []
         size = min(self._dataset.micro_batch_size, len(meta))
         return list(with_receipts(chunk_batch_fn(data, meta, size), meta, self._dataset.batch_index))
+
+
+async def _all_given_back(ended: asyncio.Future[None] | None) -> None:
+    """Wait for a loop that was left on this event loop, which is ending it."""
+    if ended is not None and ended.get_loop() is asyncio.get_running_loop():
+        await asyncio.wait([ended])
+
+
+def _found_by(ahead: asyncio.Task[Batch | End] | None) -> Batch | End:
+    """What was fetched ahead, END where nothing was."""
+    is_there = ahead is not None and ahead.done() and not ahead.cancelled() and ahead.exception() is None
+    return ahead.result() if is_there and ahead is not None else END
+
+
+async def _give_back(client: TransferQueueClient, batches: Sequence[Batch | End]) -> None:
+    """Offer what is left of these again, as rows that nobody tried; where the service does not answer soon, their
+    holder's end does it."""
+    for batch in batches:
+        if not isinstance(batch, End) and batch[1].lease and len(batch[1]):
+            with contextlib.suppress(TransferQueueError, OSError, asyncio.TimeoutError):
+                await asyncio.wait_for(client.async_release(batch[1]), LEAVE_S)
 
 
 def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwner]:

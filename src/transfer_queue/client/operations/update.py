@@ -23,9 +23,10 @@ from transfer_queue.client.operations.kv import keyed_meta
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.write import TargetRows, store
+from transfer_queue.codec import lists
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
-from transfer_queue.codec.plan import items_of, plan_batch, python_nbytes
+from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import (
     BatchMismatch,
@@ -49,8 +50,9 @@ PARSERS = ("append", "merge", "add", "max", "replace")
 
 
 def _append(old: Any, new: Any) -> Any:
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        return torch.cat([old, _held("append", old, new)])
+    if isinstance(old, torch.Tensor):
+        more = _held("append", old, new)
+        return torch.cat([old, more[None] if more.dim() == old.dim() - 1 else more])
     if type(old) is type(new) and type(old) in (list, str, bytes):
         return old + new
     if isinstance(old, list):
@@ -161,7 +163,14 @@ def _parser(parser: object) -> Parser:
         named = _NAMED.get(parser)
         if named is None:
             raise InvalidInput(f"parser {parser!r}: expected a function of (old, new), or one of {list(PARSERS)}")
-        return lambda old, new: new if old is None else named(old, new)
+
+        def combine(old: Any, new: Any) -> Any:
+            try:
+                return new if old is None else named(old, new)
+            except RuntimeError as error:  # torch's, for shapes that do not fit
+                raise UnsupportedValue(f"{parser}: {error}") from None
+
+        return combine
     if not callable(parser):
         raise UnsupportedValue(f"parser must be callable, or one of {list(PARSERS)}; got {parser!r}")
     return parser
@@ -185,10 +194,10 @@ def kv_update(
 
     `fields`: one field, and `values` is its new value; several, and `values` is a dict of as many; or a dict of values.
     `parser` is a function, which runs in this process, again whenever another write came first; or the name of one:
-    "append" (tensors along their first dimension, lists, strings), "merge" (dicts), "add", "max" (numbers, tensors,
-    dicts of numbers), "replace". A tensor keeps its dtype: Python's own floats are rounded to it, and other numbers and
-    sums that it has not are `UnsupportedValue`. `merge` is another word for `parser`. `empty`: the cells become None
-    instead.
+    "append" (to tensors along their first dimension, lists, strings), "merge" (dicts), "add", "max" (numbers, tensors,
+    dicts of numbers), "replace". An array that it returns is a tensor, as for a put, except in a field of objects. A
+    tensor keeps its dtype: Python's own floats are rounded to it, and other numbers and sums that it has not are
+    `UnsupportedValue`. `merge` is another word for `parser`. `empty`: the cells become None instead.
 
     A field that was not written has the old value None, and the result may be of any type; not so where `fields` is a
     dict: there the field must be written, tensors keep their dtype, and what is no tensor stays so. What `parser`
@@ -278,7 +287,8 @@ def update(
     chosen = _parser(parser)
     if not len(ops.checked_meta(metadata)) or ops.num_rows(values) != len(metadata):
         raise BatchMismatch(f"{ops.num_rows(values)} rows of values for {len(metadata)} rows of metadata")
-    columns = {name: rows_of(column) for name, column in items_of(values)}
+    batch = values if isinstance(values, TensorDictBase) else exchanged(values)
+    columns = {name: rows_of(_as_put(column)) for name, column in items_of(batch)}
     if columns.keys() != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
     updates = []
@@ -294,6 +304,12 @@ def update(
 
 
 # one update
+
+
+def _as_put(value: Any) -> Any:
+    """An array is a tensor, where torch has its numbers, as it is for a put."""
+    tensor = lists.as_tensor(value[None]) if type(value) is np.ndarray else None
+    return value if tensor is None else tensor[0]
 
 
 class _Target(NamedTuple):
@@ -357,12 +373,12 @@ class _CellUpdate:
             if self._strict and not old.places[name][0].all():
                 raise InvalidInput(f"unproduced field {name!r}: an update by a dict needs what was written before")
             results = [self._parser(was, now) for was, now in zip(before, new, strict=True)]
+            are_objects = name in old.objects and not any(isinstance(one, torch.Tensor) for one in (*before, *results))
+            results = results if are_objects else list(map(_as_put, results))
             if self._strict:
                 _check_types(name, before, results)
-            if name in old.objects and not any(isinstance(one, torch.Tensor) for one in (*before, *results)):
-                found[name] = NonTensorStack(*map(NonTensorData, results))  # lists of numbers stay what they are
-            else:
-                found[name] = results
+            # lists of numbers and arrays among objects stay what they are
+            found[name] = NonTensorStack(*map(NonTensorData, results)) if are_objects else results
         return found
 
     # reading

@@ -24,7 +24,8 @@ class Renew(Request):
 
 
 class Release(Request):
-    """`rows` of a lease (None: all that are left) were not used: they are offered to the task again."""
+    """`rows` of a lease (None: all that are left) were not used: they are offered to the task again. With lease 0: so
+    is all that only this session holds, which leaves; what waits in its name is refused."""
 
     lease: int
     rows: bytes | None
