@@ -173,7 +173,7 @@ class DiskTrainer(TrainerEngine):
     def _decide(self, manifest: Manifest) -> None:
         final = self.folder_of(manifest.version, label_of(manifest))
         point_to(final, self.info.sync)
-        retain(final.parent, self.info.keep)
+        retain(final, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
         self._withdrawn.extend(withdraw_version(self.folder_of(manifest.version, label_of(manifest))))
