@@ -276,6 +276,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._reader.max_header_nbytes = MAX_HEADER_NBYTES
         self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid)
         self._number = self._session.opened
+        self._server.service.apply_outcomes()  # whoever is told so is known to a standby that takes over, too
         self._send(self._server.welcome(self._local))
 
     def _token(self, role: int) -> str:
