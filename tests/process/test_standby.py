@@ -536,6 +536,18 @@ def test_histories_of_clients_are_possible_ones_while_the_server_is_killed(
         nursery.close()
 
 
+def test_who_is_told_to_end_as_it_takes_over_ends(client: tq.TransferQueueClient) -> None:
+    pid, standby = server_of(client), standby_of(client)
+    freeze(standby)
+    kill(pid)
+    watch, poll = os.pidfd_open(standby), select.poll()
+    poll.register(watch, select.POLLIN)
+    os.kill(standby, signal.SIGTERM)
+    os.kill(standby, signal.SIGCONT)
+    assert poll.poll(5000)
+    os.close(watch)
+
+
 def test_a_session_outlives_a_lost_connection_while_it_has_another(
     client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
