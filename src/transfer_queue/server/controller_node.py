@@ -93,8 +93,8 @@ class ControllerNode:
         if missing:
             rows = self.controller.lose_blocks(missing)
             told = ", ".join(f"{count} rows of partition {name!r}" for name, count in sorted(rows.items()))
-            text = "its journal and this one are not of the same time: %d blocks are not in it, and with them are lost %s"
-            log.error("storage unit %d: %s", unit_of(missing[0]), text % (len(missing), told))
+            text = f"{len(missing)} blocks are not in it, and with them are lost {told}"
+            log.error("storage unit %d: its journal is not of the same time as this one: %s", unit_of(missing[0]), text)
 
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""

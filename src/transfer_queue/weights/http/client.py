@@ -90,7 +90,7 @@ class WeightSyncClient(Partial):
         self._all(self._abort)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Servers without the route (vLLM before 0.32) are left as they are. `WrongEpoch` where another run took over."""
+        """Servers without the route (vLLM before 0.32) are left as they are. `WrongEpoch` once another took over."""
         headers = run_header(self._run_id)
         self._all(lambda peer: peer.optional("/shutdown_weight_transfer_engine", self._timeout_s, headers))
 

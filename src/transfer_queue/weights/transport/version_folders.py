@@ -132,9 +132,8 @@ def leased(folder: Path, kind: int) -> Iterator[None]:
 
 
 def retain(newest: Path, keep: int) -> None:
-    """Delete all versions but `newest` and the `keep` - 1 before it, as far as nobody reads them. Those of its run are in
-    the order of their numbers, as a clock may have been put back since; before them others, by when they were written.
-    """
+    """Delete all versions but `newest` and the `keep` - 1 before it, as far as nobody reads them. Those of its run are
+    in the order of their numbers, as a clock may have been put back; before them others, by when they were written."""
     run = newest.name.partition("-")[2]
 
     def age(path: Path) -> tuple[bool, int, str]:
