@@ -181,8 +181,8 @@ class StandbyKeeper:
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
         signal.set_wakeup_fd(-1)  # the server's event loop would be told, over a descriptor that leads nowhere
-        for number in END_SIGNALS:  # they come to the whole group: they count where the server was killed just then
-            signal.signal(number, self._note_signal)
+        for one in END_SIGNALS:  # they come to the whole group: they count where the server was killed just then
+            signal.signal(one, self._note_signal)
         self._recorder.begin(None)  # the journal of the standby before is not for this one
         self._recorder.settled = lambda: None  # what is replayed was written down by the server
         lost = disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
