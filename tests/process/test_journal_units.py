@@ -369,7 +369,7 @@ def test_an_older_copy_of_the_services_journal_has_rows_that_units_cleared_since
     machines: Machines, tmp_path: Path
 ) -> None:
     kept, cleared = put(machines.unit, 1, width=4), put(machines.unit, 2, width=4, partition="q")
-    machines.cut(*machines)
+    machines.cut(machines.head, machines.unit)
     shutil.copytree(tmp_path / "head", tmp_path / "copy")
     machines.boot_head()
     unit = machines.boot_unit()
@@ -377,7 +377,7 @@ def test_an_older_copy_of_the_services_journal_has_rows_that_units_cleared_since
     before = unit.used()
     machines.head.client.clear_partition("q")
     until(lambda: unit.used() < before and not unit.client.stats()["journal_lag_s"], "the end of the block")
-    machines.cut(*machines)
+    machines.cut(machines.head, machines.unit)
     restored(tmp_path / "head", tmp_path / "copy")
     head = machines.boot_head()
     machines.boot_unit()

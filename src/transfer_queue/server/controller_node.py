@@ -91,7 +91,8 @@ class ControllerNode:
         """Rows whose blocks are not in the journal that a unit begins with can never be read."""
         missing = self.members.missing(message)
         if missing:
-            rows = self.controller.lose_blocks(missing)
+            rows, gone, freed = self.controller.lose_blocks(missing), set(missing), self.controller.block_index.freed
+            freed[:] = [block for block in freed if block not in gone]  # the unit has nothing to recycle
             told = ", ".join(f"{count} rows of partition {name!r}" for name, count in sorted(rows.items()))
             text = f"{len(missing)} blocks are not in it, and with them are lost {told}"
             log.error("storage unit %d: its journal is not of the same time as this one: %s", unit_of(missing[0]), text)

@@ -23,7 +23,7 @@ from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace
 from transfer_queue.wire import messages as m
 
-UNKNOWN_BLOCKS = 1 << 24  # that may have been made after a copy of a journal
+UNKNOWN_BLOCKS = 1 << 20  # that may have been made after a copy of a journal
 
 
 class Membership(msgspec.Struct, array_like=True, tag="unit"):
