@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from hosts import Host
@@ -98,6 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
+    import hypothesis  # tests with a real vLLM import this file, and have it not
+
     hypothesis.settings.register_profile("busy", deadline=None)  # nothing is slow because others use the processors
     hypothesis.settings.load_profile("busy")
     gc.disable()  # nothing that is imported for the tests is garbage

@@ -115,6 +115,16 @@ def test_versions_beyond_those_to_keep_are_deleted_unless_somebody_reads_them(di
     assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
 
 
+def test_the_oldest_versions_are_deleted_also_where_the_clock_was_put_back(disk: Setup) -> None:
+    disk.send(1)
+    disk.send(2)
+    for name in disk.versions():
+        os.utime(disk.folder / name, (2e9, 2e9))
+    for seed in (3, 4, 5):
+        disk.send(seed)
+    assert disk.versions() == ["v000000000004-e", "v000000000005-e"]
+
+
 def test_a_version_that_was_given_up_while_somebody_read_it_may_be_sent_again(
     disk: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

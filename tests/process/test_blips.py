@@ -24,9 +24,11 @@ from proxy import Proxy
 
 import transfer_queue as tq
 from transfer_queue.errors import DeadlineExceeded, LeaseExpired, ServiceUnavailable
+from transfer_queue.server.controller_proxy import Caller
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 from transfer_queue.wire.aio import AsyncConnection
+from transfer_queue.wire.handshake import ANY
 
 CALLS, THREADS, LEAST_CUTS = 200, 3, 40
 
@@ -153,6 +155,25 @@ def test_calls_over_a_network_that_cuts_connections_succeed_and_take_effect_once
     assert proxy.num_cuts > LEAST_CUTS, summary
     assert not wrong, "\n".join([summary, *map(str, wrong)])
     assert not errors, "\n".join([summary, *(str(error) for worker in workers for error in worker.errors)])
+
+
+def test_what_a_unit_passes_on_is_asked_again_as_often_as_its_connection_is_cut(proxy: Proxy) -> None:
+    put("a", 1.0)
+
+    async def ask() -> Any:
+        caller = Caller(parse_address(f"tcp:127.0.0.1:{proxy.port}", TOKEN), bytes(16), ANY, lambda *_: None)
+        proxy.cut_between(1, 100)  # within the handshake
+        asking = asyncio.ensure_future(caller.call(m.ListPartitions(1), None, 20.0))
+        while proxy.num_cuts < 4:
+            assert not asking.done()
+            await asyncio.sleep(0.01)
+        proxy.leave_alone()
+        try:
+            return (await asking)[0].names
+        finally:
+            caller.close()
+
+    assert asyncio.run(ask()) == ["p"]
 
 
 def test_a_connection_that_is_lost_before_anything_was_asked_is_noticed() -> None:

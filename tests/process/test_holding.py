@@ -7,27 +7,34 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import freeze, until
-from test_standby import DURABLE, replaced, server_of, standby_of
+from test_standby import DURABLE, kill, replaced, server_of, standby_of
 
 import transfer_queue as tq
 from transfer_queue.client import forks
+from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
 from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.holding import Hold
 from transfer_queue.client.operations import kv
 from transfer_queue.client.session import Session
+from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
-from transfer_queue.memory import private_map
+from transfer_queue.memory import memfd, private_map
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arena_fds import NUMBER, SIZE
 
 NBYTES = 1 << 20
 
@@ -439,3 +446,98 @@ def test_whoever_attaches_to_a_server_that_is_killed_amid_it_attaches_to_its_sta
     with contextlib.closing(Session(client.session.address)) as session:
         assert not pids
         assert run(session, kv.kv_list(session, "p")) == {"p": {"a": {}}}
+
+
+def test_who_begins_to_hold_leases_as_the_server_is_killed_holds_them_at_its_standby(
+    service: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: TransferQueueClient = service(**DURABLE)
+    standby_of(client)
+    greet, pids = handshake.carry_out, [server_of(client)]
+
+    def killed_first(steps: Any, exchange: Any) -> Any:
+        if pids:
+            kill(pids.pop())
+        return greet(steps, exchange)
+
+    monkeypatch.setattr(handshake, "carry_out", killed_first)
+    owner = LeaseOwner(client)
+    assert not pids
+    assert owner.ident in {one.session for one in client.overview().sessions}
+    owner.close()
+
+
+def test_who_was_let_in_by_a_server_that_is_killed_then_is_known_to_its_standby(service: Callable[..., Any]) -> None:
+    client: TransferQueueClient = service(**DURABLE)
+    standby_of(client)
+    pid = server_of(client)
+    owner = LeaseOwner(client)
+    kill(pid)  # before anything else was asked of it
+    assert owner.ident in {one.session for one in client.overview().sessions}
+    owner.close()
+
+
+class Line:
+    """Stands for a connection."""
+
+    def __init__(self, pid: int) -> None:
+        self.welcome = m.Welcome(pid, "", b"", b"", b"")
+        self.is_lost = self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_two_threads_that_hold_a_session_anew_keep_the_server_that_lives_whichever_is_slower() -> None:
+    first, second, third = Line(1), Line(2), Line(3)
+    made: list[Line] = [first]
+    hold = Hold(lambda _: made.pop(), lambda: None)  # type: ignore[arg-type, return-value]
+    hold.is_needed = True
+    hold.ensure(1.0)
+    first.is_lost = True
+
+    def connect(_: float) -> Any:
+        """Meanwhile another thread has one to a server which was killed just now; that is not seen yet."""
+        hold._connect = lambda _: second  # type: ignore[assignment, return-value]
+        hold.ensure(1.0)
+        return third
+
+    hold._connect = connect
+    hold.ensure(1.0)
+    assert not third.is_closed
+    second.is_lost = True
+    assert hold.is_missing
+    hold.close()
+    assert all(line.is_closed for line in (first, second, third))
+
+
+def test_a_descriptor_that_a_server_was_killed_with_is_asked_for_again(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as door, memfd_of(1 << 20) as arena:
+        door.settimeout(5.0)
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+
+        def let_in() -> None:
+            for gives in (False, True):
+                visitor, _ = door.accept()
+                with visitor:
+                    visitor.recv(NUMBER.size)
+                    if gives:
+                        socket.send_fds(visitor, [SIZE.pack(1 << 20)], [arena])
+
+        with ThreadPoolExecutor(1) as keeper:
+            served = keeper.submit(let_in)
+            arenas = MappedArenas(str(tmp_path / "door"), 5.0)
+            assert len(arenas[0].shared) == 1 << 20
+            served.result()
+            arenas.close()
+
+
+@contextlib.contextmanager
+def memfd_of(nbytes: int) -> Iterator[int]:
+    arena = memfd.create(None, "arena")
+    os.ftruncate(arena, nbytes)
+    try:
+        yield arena
+    finally:
+        os.close(arena)

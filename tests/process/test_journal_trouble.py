@@ -215,11 +215,15 @@ meta = client.get_meta(["x"], 4, "a", task_name="t", lease_s=60)
 client.ack(meta)
 client.clear_partition("b")
 put("d", 16 * MIB)
+tq.kv_put("key", "keyed", {"x": torch.zeros(1)})
+pool = tq.group_pool("groups")
 fill("other", 64 * MIB)
 for number in range(2000):
     if refused(lambda: client.put({"x": torch.zeros(1, 60000, dtype=torch.uint8)}, partition_id="small")):
         break
 assert 0 < number < 2000, number
+assert refused(lambda: pool.open("group", 2, prompt={"text": "x" * 100000})), "it would take the room of others"
+assert len(client.kv_retrieve_meta(["key"], "keyed")) == 1, "what is there can be read"
 client.ack(client.get_meta(["x"], 4, "a", task_name="t", lease_s=60))
 kept, stats = total("d"), client.stats()
 pids = stats["standby"], stats["pid"]

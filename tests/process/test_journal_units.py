@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -335,6 +336,54 @@ def test_numbers_of_blocks_are_not_used_again(machines: Machines) -> None:
     unit = machines.boot_unit()
     machines.all_there()
     assert firsts(machines.head.client.get_data(put(unit, 3, width=4))) == [3, 3]
+
+
+def restored(directory: Path, copy: Path) -> None:
+    """A journal is what it was when it was copied."""
+    shutil.rmtree(directory)
+    shutil.copytree(copy, directory)
+
+
+def test_an_older_copy_of_a_units_journal_lacks_rows_which_are_lost_and_no_others(
+    machines: Machines, tmp_path: Path
+) -> None:
+    first = put(machines.unit, 1, width=4)
+    machines.cut(machines.unit)
+    shutil.copytree(tmp_path / "unit", tmp_path / "copy")
+    machines.boot_unit()
+    machines.all_there()
+    since = put(machines.unit, 2, width=4, partition="q")
+    machines.cut(machines.unit)
+    restored(tmp_path / "unit", tmp_path / "copy")
+    unit = machines.boot_unit()
+    machines.all_there()
+    assert read(machines.head, first) == [1, 1]
+    assert is_lost(machines.head, since)
+    with pytest.raises(DeadlineExceeded):
+        machines.head.client.get_meta(["x"], 1, "q", task_name="t", timeout_s=0)
+    for value in (3, 4):
+        assert read(machines.head, put(unit, value, width=4)) == [value, value]
+
+
+def test_an_older_copy_of_the_services_journal_has_rows_that_units_cleared_since_and_they_are_lost(
+    machines: Machines, tmp_path: Path
+) -> None:
+    kept, cleared = put(machines.unit, 1, width=4), put(machines.unit, 2, width=4, partition="q")
+    machines.cut(machines.head, machines.unit)
+    shutil.copytree(tmp_path / "head", tmp_path / "copy")
+    machines.boot_head()
+    unit = machines.boot_unit()
+    machines.all_there()
+    before = unit.used()
+    machines.head.client.clear_partition("q")
+    until(lambda: unit.used() < before and not unit.client.stats()["journal_lag_s"], "the end of the block")
+    machines.cut(machines.head, machines.unit)
+    restored(tmp_path / "head", tmp_path / "copy")
+    head = machines.boot_head()
+    machines.boot_unit()
+    machines.all_there()
+    assert read(head, kept) == [1, 1]
+    assert is_lost(head, cleared)
 
 
 def test_a_unit_joins_also_when_a_foreign_checkpoint_was_loaded_meanwhile(

@@ -258,6 +258,16 @@ def test_a_missing_file_is_named(step: tuple[Path, list[Any]], name: str, error:
         list(tq.replay(step[0]))
 
 
+@pytest.mark.parametrize("name", ["bundle.json", "rows.jsonl", "batch-00001.safetensors"])
+def test_what_is_no_file_is_named(step: tuple[Path, list[Any]], name: str) -> None:
+    place = step[0] / name
+    for make in (place.mkdir, lambda: os.mkfifo(place), lambda: place.symlink_to(name)):
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        make()
+        with pytest.raises(CheckpointCorrupt, match=f"{name} is no file"):
+            list(tq.replay(step[0]))
+
+
 @pytest.mark.parametrize("name", ["bundle.json", "rows.jsonl", "batch-00000.safetensors"])
 def test_a_damaged_file_is_named_wherever_it_is_damaged(step: tuple[Path, list[Any]], name: str) -> None:
     path = step[0] / name

@@ -536,6 +536,33 @@ def test_histories_of_clients_are_possible_ones_while_the_server_is_killed(
         nursery.close()
 
 
+def test_what_is_said_to_a_server_that_was_just_killed_fills_no_log(
+    client: tq.TransferQueueClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def say() -> None:
+        await client.async_get_partition_list()
+        standby_of(client)
+        kill(server_of(client))
+        for _ in range(20):
+            client.session.notify_on_loop(m.Received([1]))
+        await client.async_get_partition_list()
+
+    asyncio.run(say())
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_who_is_told_to_end_as_it_takes_over_ends(client: tq.TransferQueueClient) -> None:
+    pid, standby = server_of(client), standby_of(client)
+    freeze(standby)
+    kill(pid)
+    watch, poll = os.pidfd_open(standby), select.poll()
+    poll.register(watch, select.POLLIN)
+    os.kill(standby, signal.SIGTERM)
+    os.kill(standby, signal.SIGCONT)
+    assert poll.poll(5000)
+    os.close(watch)
+
+
 def test_a_session_outlives_a_lost_connection_while_it_has_another(
     client: tq.TransferQueueClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,26 @@ def test_a_trainer_that_is_started_anew_is_followed(site: Callable[..., Site]) -
     assert there.advance(timeout_s=DEADLINE_S)
     assert (there.run_id, there.version) == ("second", 1)
     assert has(there, other.weights)
+
+
+def test_a_trainer_whose_clock_is_behind_the_one_before_is_followed(
+    site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = site(run_id="before", anchor_every=1)
+    there = ArchiveSource(before.archive)
+    for _ in range(3):
+        before.send()
+    there.advance(timeout_s=DEADLINE_S)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 7200)
+    after = site(run_id="after", anchor_every=1)
+    after.weights["second.bias"] += 2
+    for version in (1, 2, 3):
+        after.send()
+        assert there.advance(timeout_s=DEADLINE_S)
+        assert (there.run_id, there.version) == ("after", version)
+        assert has(there, after.weights)
+    assert [one[1:3] for one in after.archive.entries(timeout_s=DEADLINE_S)] == [("after", 2), ("after", 3)]
 
 
 def test_what_is_deleted_while_it_is_read_is_left_for_what_is_newer(site: Callable[..., Site]) -> None:

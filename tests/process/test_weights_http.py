@@ -30,6 +30,7 @@ from transfer_queue.errors import (
     TooManyConnections,
     TransferQueueError,
     UpdateInProgress,
+    WrongEpoch,
 )
 from transfer_queue.weights import Control, Gate, ModuleSource
 from transfer_queue.weights.http import WeightSyncClient, bodies, serve, serving
@@ -257,6 +258,28 @@ def test_an_init_that_is_malformed_leaves_the_update_that_is_open() -> None:
         client.abort_weight_update()
         assert trainer.send_weights(deadline_s=20).version == 1
         trainer.shutdown()
+    engine.shutdown()
+
+
+def test_a_trainer_that_was_taken_over_gives_no_label_and_shuts_nothing_down() -> None:
+    receiver = receiver_of(model())
+    engine = registry.engine("tcp")(receiver)
+    with serve(Control(engine, receiver), token=TOKEN) as server:
+        before, after = WeightSyncClient(server.url, TOKEN), WeightSyncClient(server.url, TOKEN)
+        trainers = [
+            registry.trainer("tcp").trainer_init({"run_id": run}, client=client, source=ModuleSource(model()))
+            for run, client in (("before", before), ("after", after))
+        ]
+        trainers[1].send_weights(deadline_s=20)
+        for call in (lambda: before.update_weight_version("of before"), before.shutdown_weight_transfer_engine):
+            with pytest.raises(WrongEpoch, match="'after' took over"):
+                call()
+        assert (after.get_weight_version(), after.status().initialised) == ("1", True)
+        after.update_weight_version("mine")
+        WeightSyncClient(server.url, TOKEN).update_weight_version("an operator's")
+        assert after.get_weight_version() == "an operator's"
+        for trainer in trainers:
+            trainer.shutdown()
     engine.shutdown()
 
 

@@ -27,6 +27,7 @@ from transfer_queue.wire.address import Address
 from transfer_queue.wire.arena_fds import NUMBER, SIZE, received
 
 TOUCH_NBYTES = 2 << 20
+VISITS = 3  # for a descriptor
 POPULATE_CHUNKS = 32  # mapped in one call: between calls the thread competes for the interpreter
 
 
@@ -101,17 +102,25 @@ class MappedArenas:
         return found
 
     def _enter(self, number: int) -> tuple[int, int]:
+        for _ in range(VISITS):
+            found = self._visit(number)
+            if found is not None:
+                return found
+        raise ServiceUnavailable(f"the server has no arena {number}")
+
+    def _visit(self, number: int) -> tuple[int, int] | None:
+        """None where nothing comes: who let us in may have been killed, and another one stands at the door."""
         try:
             with Address(path=self._door).connect(self._timeout_s) as visitor:
                 visitor.sendall(NUMBER.pack(number))
                 data, descriptors = received(visitor, SIZE.size)
         except AccessDenied:
             raise
+        except (ConnectionResetError, BrokenPipeError):
+            return None
         except OSError as error:
             raise ServiceUnavailable(f"cannot map arena {number}: {error}") from error
-        if not descriptors:
-            raise ServiceUnavailable(f"the server has no arena {number}")
-        return descriptors[0], SIZE.unpack(data)[0]
+        return (descriptors[0], SIZE.unpack(data)[0]) if descriptors else None
 
     def close(self) -> None:
         """Close the descriptors; mappings stay as long as tensors need them."""

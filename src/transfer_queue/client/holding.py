@@ -31,6 +31,7 @@ class Hold:
         self._connect = connect
         self._replaced = replaced
         self._connection: Connection | None = None
+        self._aside: list[Connection] = []  # by which the session may live as well
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self.is_needed = self._is_closed = False
 
@@ -54,18 +55,29 @@ class Hold:
 
     def ensure(self, within_s: float) -> None:
         """It is there afterwards, where it is needed. Raises as `connect`."""
-        lost = self._connection
         if not self.is_missing:
             return
         fresh = self._connect(within_s)
         with self._lock:
-            if self._connection is lost and not self._is_closed:
+            before, is_open = self._connection, not self._is_closed
+            is_taken = is_open and (before is None or before.is_lost)
+            if is_taken:
                 self._connection = fresh
-        if self._connection is not fresh:
-            fresh.close()  # another thread was faster, or the session has ended meanwhile
-        elif lost is not None:
-            lost.close()
+            elif is_open and before is not None and before.welcome.pid != fresh.welcome.pid:
+                # Another thread was faster. One of the two servers was killed since, and nothing says yet which.
+                self._put_aside(fresh)
+                return
+        if not is_taken:
+            fresh.close()
+        elif before is not None:
+            before.close()
             self._replaced()
+
+    def _put_aside(self, connection: Connection) -> None:
+        for lost in [one for one in self._aside if one.is_lost]:
+            self._aside.remove(lost)
+            lost.close()
+        self._aside.append(connection)
 
     def notify(self, message: m.Message) -> None:
         """Say something over it, of a session that makes no calls any more. Nobody hears whether that was possible."""
@@ -78,8 +90,9 @@ class Hold:
         """The session may end."""
         with self._lock:
             self.is_needed, self._is_closed = False, True
-        if self._connection is not None:
-            self._connection.close()
+        for connection in (self._connection, *self._aside):
+            if connection is not None:
+                connection.close()
 
 
 class Given(list[Call]):

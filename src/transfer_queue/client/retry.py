@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import select
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from transfer_queue.client.effects import Call
 from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyConnections
 from transfer_queue.wire.address import SocketMissing
 
+T = TypeVar("T")
 REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
 GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MIN_TIMEOUT_S = 0.001
@@ -56,6 +60,20 @@ class Retry:
             return 0.0
         longest = min(FIRST_PAUSE_S * 2 ** min(self._attempts, 10), LONGEST_PAUSE_S, self._deadline - now)
         return longest * random.uniform(0.5, 1.0)  # thousands that lost the same server must not come back together
+
+
+def connected(connect: Callable[[float], T], is_local: bool, within_s: float) -> T:
+    """What `connect(seconds)` makes, tried again for `within_s`: a server may be killed as it answers, and replaced."""
+    deadline = time.monotonic() + within_s
+    retry = Retry(is_local, deadline)
+    while True:
+        try:
+            return connect(max(MIN_TIMEOUT_S, deadline - time.monotonic()))
+        except ServiceUnavailable as error:
+            pause_s = retry.pause_s(error)
+            if pause_s is None:
+                raise
+        select.select([], [], [], pause_s)
 
 
 def nobody_listens(error: ServiceUnavailable) -> bool:

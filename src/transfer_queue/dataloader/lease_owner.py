@@ -13,6 +13,7 @@ from typing import Any
 from transfer_queue import interface
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
+from transfer_queue.client.retry import connected
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -26,6 +27,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
 from transfer_queue.wire.handshake import GRACE_S
 
+CONNECT_S = 10.0
 LEAVE_S = 2.0  # for a service that is not there at the moment
 
 
@@ -41,7 +43,7 @@ class LeaseOwner:
     def __init__(self, client: TransferQueueClient) -> None:
         self.ident = secrets.token_bytes(16)
         self._session = client.session
-        self._line = Line(self._session.connect(ident=self.ident))
+        self._line = Line(_connected(self._session, self.ident))
         self.close = weakref.finalize(self, _leave, self._line, self._session, self.ident, os.getpid())
         _HOLDERS.add(self)
 
@@ -61,7 +63,7 @@ class LeaseOwner:
             self.renew(lease_s)
 
     def _open_again(self) -> None:
-        fresh, lost = self._session.connect(ident=self.ident), self._line.connection
+        fresh, lost = _connected(self._session, self.ident), self._line.connection
         self._line.connection, self._line.is_broken = fresh, False
         lost.close()  # not before: with its last connection a session ends
 
@@ -74,6 +76,11 @@ class LeaseOwner:
             raise
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
+
+
+def _connected(session: Session, ident: bytes, within_s: float = CONNECT_S) -> Connection:
+    """Raises as `Session.connect`."""
+    return connected(lambda seconds: session.connect(seconds, ident=ident), session.address.is_local, within_s)
 
 
 class Line:
@@ -94,7 +101,7 @@ def _leave(line: Line, session: Session, ident: bytes, pid: int) -> None:
         if os.getpid() == pid:
             with contextlib.suppress(ServiceError):
                 if line.connection.is_lost:
-                    fresh = session.connect(LEAVE_S, ident=ident)
+                    fresh = _connected(session, ident, LEAVE_S)
                 way = fresh or line.connection
                 way.notify(m.Release(next(line.rids), 0, None, session.service_id))
                 if not session.is_local:

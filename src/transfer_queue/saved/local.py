@@ -16,11 +16,12 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from transfer_queue.errors import CheckpointMissing, InvalidInput
+from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, InvalidInput
 from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
@@ -28,6 +29,7 @@ from transfer_queue.saved.reading import BELOW
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
+NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 LOCK = ".tq-lock"  # the first file in a draft, the last one that goes; whoever writes there holds it
 LOCK_BEFORE = ".lock"  # as older versions called it
@@ -62,11 +64,17 @@ class LocalFolder(Folder):
         """Of the directory that was here when the first file was opened: another may have taken its place since."""
         try:
             held = self._hold()
-            return _LocalOpenFile(io.FileIO(name, opener=lambda path, flags: os.open(path, flags, dir_fd=held)))
+            raw = io.FileIO(name, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, dir_fd=held))
         except OSError as error:
+            if error.errno in NO_FILE:
+                raise CheckpointCorrupt(f"{self.path(name)} is no file") from None
             if error.errno not in GONE:
                 raise
             raise CheckpointMissing(f"{self.path(name)} is missing") from None
+        if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+            raw.close()
+            raise CheckpointCorrupt(f"{self.path(name)} is no file")
+        return _LocalOpenFile(raw)
 
     def _hold(self) -> int:
         if self._held is None:

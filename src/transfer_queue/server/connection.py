@@ -276,6 +276,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._reader.max_header_nbytes = MAX_HEADER_NBYTES
         self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid)
         self._number = self._session.opened
+        self._server.service.apply_outcomes()  # whoever is told so is known to a standby that takes over, too
         self._send(self._server.welcome(self._local))
 
     def _token(self, role: int) -> str:
@@ -331,7 +332,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if answer is None:
             self._tickets.add(ticket)
         else:
-            self._answer_when_kept(answer, type(message) in LASTING)
+            self._answer_when_kept(answer, type(message) in LASTING and not m.only_looks(message))
 
     def _answer_when_kept(self, answer: Answer, waits: bool) -> None:
         """Answer, once what it says lasts as long as was promised; at once where nothing that lasts was asked for, or

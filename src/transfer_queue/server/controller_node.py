@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from transfer_queue.server.unit_registry import UnitConnection, unit_of
 from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
+
+log = logging.getLogger("transfer_queue.server")
 
 
 class ControllerNode:
@@ -84,6 +87,16 @@ class ControllerNode:
         """Whether the blocks of a unit's journal may be those of rows here, or were before a checkpoint was loaded."""
         return self.controller.lineage.is_of(message.service) or self.members.knows(message.incarnation)
 
+    def _give_up_missing(self, message: m.Join) -> None:
+        """Rows whose blocks are not in the journal that a unit begins with can never be read."""
+        missing = self.members.missing(message)
+        if missing:
+            rows, gone, freed = self.controller.lose_blocks(missing), set(missing), self.controller.block_index.freed
+            freed[:] = [block for block in freed if block not in gone]  # the unit has nothing to recycle
+            told = ", ".join(f"{count} rows of partition {name!r}" for name, count in sorted(rows.items()))
+            text = f"{len(missing)} blocks are not in it, and with them are lost {told}"
+            log.error("storage unit %d: its journal is not of the same time as this one: %s", unit_of(missing[0]), text)
+
     def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""
         unit = self.members.of_line(line)
@@ -95,6 +108,7 @@ class ControllerNode:
                     where = _bracketed(host) * address.startswith(":") + address
                     self.members.refuse_second(message, where)
                     self.controller.expire(time.monotonic())  # rows are ready again: leases of who gets them begin now
+                    self._give_up_missing(message)
                     joined = self.members.join(message, where, line)
                     self.service.apply_outcomes()
                     return joined

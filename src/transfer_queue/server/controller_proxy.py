@@ -10,17 +10,25 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
-from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    ServiceRestarted,
+    ServiceUnavailable,
+    TooManyConnections,
+    TransferQueueError,
+)
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.aio import AsyncConnection
 from transfer_queue.wire.handshake import ANY, Life
 from transfer_queue.wire.messages.checkpoints import STATE_S
 
+T = TypeVar("T")
 CONNECT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.5
 REMEMBERED = 256  # messages that nobody answers, and that may have been lost with a connection
 SPARE_S = 1.0  # how much later than its own deadline a request is given up here; the client waits a little longer still
 
@@ -37,15 +45,34 @@ class Caller:
         self.asking: dict[int, Hashable] = {}  # tickets of the requests under way
         self._said: deque[m.Message] = deque(maxlen=REMEMBERED)
         self._opening: asyncio.Future[AsyncConnection] | None = None
+        self._is_closed = False
 
     async def call(self, message: m.Request, payload: memoryview | None, timeout_s: float) -> tuple[Any, memoryview]:
-        """The reply. A lost connection is replaced once: the request keeps its id, so it has one outcome."""
-        connection = await self.connection()
-        try:
-            return await connection.call(message, payload, timeout_s)
-        except ServiceUnavailable:
+        """The reply. A lost connection is replaced, as often as it takes: the request keeps its id, so it has one
+        outcome."""
+
+        async def ask(left_s: float) -> tuple[Any, memoryview]:
             connection = await self.connection()
-            return await connection.call(message, payload, timeout_s)
+            return await connection.call(message, payload, left_s)
+
+        return await self._until_heard(ask, timeout_s)
+
+    async def attend(self, timeout_s: float) -> None:
+        """Be connected. Raises as `connection`."""
+        await self._until_heard(lambda left_s: self.connection(), timeout_s)
+
+    async def _until_heard(self, ask: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+        """`ask` again where its connection is cut, as by the end of a server that has a standby."""
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                return await ask(max(0.0, deadline - loop.time()))
+            except ServiceUnavailable as error:
+                if self._is_closed or not _is_cut(error) or loop.time() + pause_s >= deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def connection(self) -> AsyncConnection:
         """The live connection. Raises `ServiceUnavailable`, `AccessDenied` or `DeadlineExceeded`."""
@@ -82,10 +109,16 @@ class Caller:
 
     def close(self) -> bool:
         """Tell the controller that this session has ended. Whether it was told."""
+        self._is_closed = True
         is_told = self.notify(m.Goodbye())
         if self._opening is not None:
             self._opening.add_done_callback(_close)  # who waits for it hears that it is closed
         return is_told
+
+
+def _is_cut(error: ServiceUnavailable) -> bool:
+    """Whether somebody was there, who may have a standby."""
+    return not isinstance(error, (ServiceRestarted, TooManyConnections)) and not isinstance(error.__cause__, OSError)
 
 
 def _is_open(opening: asyncio.Future[AsyncConnection]) -> bool:
@@ -141,7 +174,7 @@ class ControllerProxy:
         caller.asking[message.rid] = ticket
         try:
             if isinstance(message, m.Fetch) and message.holder:
-                await self._caller(message.holder).connection()  # the controller has to know whom it lends to
+                await self._caller(message.holder).attend(self.timeout_s)  # the controller has to know whom it lends to
             reply, answer = await caller.call(message, payload, (wait_s or self.timeout_s) + SPARE_S)
         except TransferQueueError as error:
             reply = m.Failed(message.rid, error.code, f"controller at {self.address}: {error}")

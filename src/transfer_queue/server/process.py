@@ -8,7 +8,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -45,7 +44,7 @@ from transfer_queue.server.settings import (
     clear_run_dir,
     spill_of,
 )
-from transfer_queue.server.standby.keeper import StandbyKeeper
+from transfer_queue.server.standby.keeper import END_SIGNALS, StandbyKeeper
 from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingUnit, recording_parts
 from transfer_queue.server.standby.returning import ReturningSessions
 from transfer_queue.server.storage_node import StorageNode
@@ -96,6 +95,7 @@ class Server:
         self._remark = ""  # for the logs of clients
         self._due: list[Callable[[], None]] = []  # what looks for work of its own after each event
         self._keeper: StandbyKeeper | None = None
+        self._predecessor: StandbyKeeper | None = None  # that made this process a standby
         self._entry = ""  # in the register of this user's servers
         self._metrics: Endpoint | None = None
         self._metrics_port = config.metrics_port or 0  # the one it got, from then on
@@ -193,8 +193,10 @@ class Server:
     def _begin(self) -> None:
         """From now on it can be stopped."""
         self._stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in END_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        if self._predecessor is not None and self._predecessor.is_told_to_end:
+            self.stop()
 
     async def _serve(self, announce: int | None) -> None:
         """Until it is stopped, by whoever. `announce` is None where it goes on in place of a server that was killed."""
@@ -322,12 +324,12 @@ class Server:
         self._due.clear()
         self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         self.turns = Turns()
+        self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
         self.role.start_over(now)
         self.service.takeovers += 1
         for arena in self.service.unit.shm.arenas:
             arena.unreserve()
-        signal.set_wakeup_fd(-1)  # the loop before would be told of signals, over a descriptor that leads nowhere
         run_loop(self._go_on())
         os._exit(0)
 

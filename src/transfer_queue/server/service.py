@@ -27,8 +27,6 @@ from transfer_queue.wire.handshake import Life
 from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
-
-GROWING = frozenset({m.Commit, m.Insert, m.Find, m.SetTags, m.SetPartition, m.Restore})  # they add to what is kept
 MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
 
 
@@ -296,7 +294,7 @@ class Service:
         if isinstance(message, m.DigestCells):
             self._late.start(ticket, message.rid, *self.digests.begin(message, session))
             return None
-        if self.journal is not None and type(message) in GROWING and not self.pending.knows(session.ident, message.rid):
+        if self.journal is not None and m.grows(message) and not self.pending.knows(session.ident, message.rid):
             self.journal.check_room()
         if isinstance(message, m.Allocate):
             if message.timeout_s <= 0:

@@ -136,10 +136,11 @@ class StorageNode:
             self.remote.timeout_s = float(self.client_config["timeout_s"])
             if "engine" in self.client_config:
                 self.client_config["engine"]["books"] = str(self._controller)
-        doubtful = set(self.service.pending.in_doubt)  # a commit of one may still be on its way
+        begins_with = b"" if self._has_joined else self.membership.service  # then the blocks are all that there are
+        doubtful = set() if begins_with else set(self.service.pending.in_doubt)  # a commit may still be on its way
         published = [number for number in unit.published() if number not in doubtful]
         self.service.pending.join_again()
-        joined = await self._ask(self._offer(published, b"" if self._has_joined else self.membership.service))
+        joined = await self._ask(self._offer(published, begins_with))
         if isinstance(joined, m.Failed):
             raise error_from_code(joined.code, joined.text)
         if not isinstance(joined, m.Joined):

@@ -93,8 +93,23 @@ class UnitRegistry:
         if before != (member.address, member.away_s, member.lasts):
             self.joined(member)
         self.show(member.number)
-        needed = {block for block in self.known() if unit_of(block) == member.number}
-        return m.Joined(message.rid, member.number, numbers([block for block in has if block not in needed]))
+        needed = self._needed(member.number)
+        gone = [block for block in has if block not in needed]
+        if message.service:  # what its process before passed on may still be on its way
+            self._refuse(gone)
+        return m.Joined(message.rid, member.number, numbers(gone))
+
+    def _needed(self, unit: int) -> set[int]:
+        """The blocks of this unit that rows refer to."""
+        return {block for block in self.known() if unit_of(block) == unit}
+
+    def missing(self, message: m.Join) -> list[int]:
+        """The blocks that rows refer to, of a unit that joins with all that its journal has, and that are not in it: it
+        is an older copy, or the journal here is, which has rows that were cleared since."""
+        member = next((one for one in self._members.values() if one.incarnation == message.incarnation), None)
+        if member is None or not message.service:
+            return []
+        return sorted(self._needed(member.number).difference(numbers_of(message.blocks).tolist()))
 
     def refuse_second(self, message: m.Join, address: str) -> None:
         """Raises `InvalidInput` where another unit is at `address`: readers of its rows would ask this one. A push to
@@ -180,12 +195,15 @@ class UnitRegistry:
 
     def resolve(self, message: m.ResolveCommits, unit: int) -> m.Blocks:
         """Which blocks, that this unit has, no row refers to; they are refused from now on."""
-        known = {block for block in self.known() if unit_of(block) == unit}
+        known = self._needed(unit)
         gone = [block for block in numbers_of(message.blocks).tolist() if block not in known]
-        self._refused.update(dict.fromkeys(gone))
+        self._refuse(gone)
+        return m.Blocks(message.rid, numbers(gone))
+
+    def _refuse(self, blocks: Iterable[int]) -> None:
+        self._refused.update(dict.fromkeys(blocks))
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-        return m.Blocks(message.rid, numbers(gone))
 
     def drop(self, blocks: Iterable[int]) -> set[int]:
         """These blocks are not needed any more; returns those that are of units, who are told by `tell_gone`."""

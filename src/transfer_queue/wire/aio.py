@@ -211,7 +211,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
             if not self._outgoing:
                 self.loop.call_soon(self._flush)
             self._outgoing += parts
-        else:
+        elif not self._transport.is_closing():  # lost, and not told yet
             self._transport.writelines([*self._confirmation(), *parts] if self._confirmed else parts)
 
     def _flush(self) -> None:

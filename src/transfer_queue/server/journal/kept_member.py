@@ -23,6 +23,8 @@ from transfer_queue.server.standby.recording import Recorder
 from transfer_queue.storage.blocks import NOWHERE, Block, SpillSpace
 from transfer_queue.wire import messages as m
 
+UNKNOWN_BLOCKS = 1 << 20  # that may have been made after a copy of a journal
+
 
 class Membership(msgspec.Struct, array_like=True, tag="unit"):
     """As whom a unit joined: under which number, of which service, and as which incarnation of itself. In a snapshot,
@@ -152,8 +154,10 @@ class KeptMember:
         return known
 
     def all_back(self) -> None:
-        """Which of them rows still lie in, only the controller knows."""
-        self._unit.put_next(max(self._next_block, (self._unit.number << m.UNIT_SHIFT) + 1))
+        """Which of them rows still lie in, only the controller knows, and which numbers were given since, where this is
+        an older copy of the journal."""
+        next_block = max(self._next_block, self._unit.next_number, (self._unit.number << m.UNIT_SHIFT) + 1)
+        self._unit.put_next(next_block + UNKNOWN_BLOCKS)
         for block in self._unit.lasting():
             self._unit.is_safe_now(block)
             self._pending.doubt(block.number)

@@ -32,6 +32,7 @@ FORKING_SHARE = 0.01  # of the server's time at most, where memory is large or m
 AGAIN_S, LATEST_S = 1.0, 60.0  # after a standby could not be made, or was killed; longer each time it cannot be made
 LEAVES_S = 0.5  # for so long the end of the service waits for its standby, which may be frozen
 ARENA, LEAVE = b"a", b"x"
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Standby(NamedTuple):
@@ -64,6 +65,7 @@ class StandbyKeeper:
         recorder.send, recorder.replace = self._send, self._replace
         self._scheduled: asyncio.TimerHandle | None = None
         self._closed = self._fails = False
+        self.is_told_to_end = False  # by a signal, in the standby
         self._again_s = AGAIN_S
         self._next_s = 0.0  # no earlier (time.monotonic()) is a journal replaced because it is long
 
@@ -178,6 +180,9 @@ class StandbyKeeper:
 
     def stand_by(self, journal: Journal, line: socket.socket) -> None:
         """Returns when this standby is not needed any more. Raises `JournalUseless`."""
+        signal.set_wakeup_fd(-1)  # the server's event loop would be told, over a descriptor that leads nowhere
+        for one in END_SIGNALS:  # they come to the whole group: they count where the server was killed just then
+            signal.signal(one, self._note_signal)
         self._recorder.begin(None)  # the journal of the standby before is not for this one
         self._recorder.settled = lambda: None  # what is replayed was written down by the server
         lost = disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
@@ -192,6 +197,9 @@ class StandbyKeeper:
             os.close(number)
         self._service.standby_pid = 0
         self._take_over()
+
+    def _note_signal(self, *_: object) -> None:
+        self.is_told_to_end = True
 
 
 def _fork(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> int | OSError:

@@ -1,12 +1,13 @@
 """How versions lie in the folder of an archive.
 
-    1764093000000-RUN/                     the runs, by when they began (milliseconds since 1970)
+    1764093000000-RUN/                     the runs, in order, by when they began (milliseconds since 1970)
         000000000007-full-0-KEY.json       the manifest of version 7, by its key
         000000000007-full-0-KEY.00000      its buckets
         000000000008-delta-7-KEY.json      of version 8: what differs from version 7
 
 A manifest is written when all buckets of its version are there, and carries its own digest as a name: who lists the
 folder sees whole versions only, on stores without renames, too. What is not listed any more is deleted after it.
+A run that is new comes after those that are there, also where its trainer's clock is behind theirs.
 Whatever is not called as these are is somebody else's, and is left alone.
 """
 
@@ -97,8 +98,10 @@ class Archive:
         self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float
     ) -> ArchivedVersion:
         """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`."""
-        entry, deadline = ArchivedVersion.of(manifest, begun), Deadline(timeout_s)
-        if entry in self.entries(timeout_s=deadline.left("listing")):
+        deadline = Deadline(timeout_s)
+        there = self.entries(timeout_s=deadline.left("listing"))
+        entry = in_order(ArchivedVersion.of(manifest, begun), there)
+        if entry in there:
             return entry
         for index, bucket in buckets.items():
             data = bucket.numpy().tobytes()
@@ -151,6 +154,17 @@ class Archive:
             if len(old) == len(names):
                 with contextlib.suppress(OSError):  # a store without folders, or somebody writes there
                     self._files.rmdir(f"{self._root}/{folder}")
+
+
+def in_order(entry: ArchivedVersion, there: Sequence[ArchivedVersion]) -> ArchivedVersion:
+    """The entry as it is to be written beside those that are `there`. A clock may be behind that of the run before: a
+    version that is newer would be taken for an older one, which nobody comes to, and which is deleted first."""
+    newest = there[-1] if there else entry
+    if entry.folder >= newest.folder or any(one.folder == entry.folder for one in there):
+        return entry
+    beside = entry._replace(begun_ms=newest.begun_ms)
+    goes_on = entry.run_id == newest.run_id and (entry.version > newest.version or beside in there)
+    return beside if goes_on else entry._replace(begun_ms=newest.begun_ms + 1)
 
 
 def path_to_newest(entries: Sequence[ArchivedVersion], run_id: str, version: int | None) -> list[ArchivedVersion]:

@@ -90,8 +90,9 @@ class WeightSyncClient(Partial):
         self._all(self._abort)
 
     def shutdown_weight_transfer_engine(self) -> None:
-        """Servers without the route (vLLM before 0.32) are left as they are."""
-        self._all(lambda peer: peer.optional("/shutdown_weight_transfer_engine", self._timeout_s))
+        """Servers without the route (vLLM before 0.32) are left as they are. `WrongEpoch` once another took over."""
+        headers = run_header(self._run_id)
+        self._all(lambda peer: peer.optional("/shutdown_weight_transfer_engine", self._timeout_s, headers))
 
     # servers that do not answer
 
@@ -169,6 +170,7 @@ class WeightSyncClient(Partial):
         return self._get("/weight_info", lambda answer: str(answer["weight_version"]))
 
     def update_weight_version(self, new_version: str) -> None:
+        """Give what is live another label. `WrongEpoch` where another run took over."""
         self._post("/update_weight_version", {"new_version": new_version})
 
     def compute_weight_checksums(self) -> dict[str, dict[str, str]]:

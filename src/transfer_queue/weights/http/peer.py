@@ -53,10 +53,10 @@ class HttpPeer(NamedTuple):
         port = parts.port or (443 if secure else 80)
         return HttpPeer(url, parts.hostname, port, secure, parts.path.rstrip("/"), token)
 
-    def optional(self, path: str, timeout_s: float) -> None:
+    def optional(self, path: str, timeout_s: float, more: Mapping[str, str]) -> None:
         """POST to a route that the server need not have."""
         with suppress(NotSupported):
-            self.call("POST", path, None, timeout_s)
+            self.call("POST", path, None, timeout_s, more)
 
     def call(
         self, method: str, path: str, body: Answer | None, timeout_s: float, more: Mapping[str, str] | None = None

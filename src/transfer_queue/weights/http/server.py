@@ -163,7 +163,8 @@ class _Routes:
         await self._control.finish_weight_update(body.weight_version)
         return {"message": "Weight update finished"}
 
-    async def shutdown(self, _request: Request, _data: bytes) -> Answer:
+    async def shutdown(self, request: Request, _data: bytes) -> Answer:
+        self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.shutdown_weight_transfer_engine()
         return {"message": "Weight transfer shut down"}
 
@@ -173,8 +174,9 @@ class _Routes:
 
     # versions and checks
 
-    async def rename(self, _request: Request, data: bytes) -> Answer:
+    async def rename(self, request: Request, data: bytes) -> Answer:
         body = bodies.parse(data, bodies.VersionBody)
+        self._control.control.expect_run(bodies.run_of(request.headers))
         await self._control.update_weight_version(body.new_version)
         return {"success": True, "new_version": body.new_version}
 

@@ -178,7 +178,7 @@ class DiskTrainer(TrainerEngine):
         final = self.folder_of(manifest.version, label_of(manifest))
         point_to(final, self.info.sync)
         self._undecided.discard(final)
-        retain(final.parent, self.info.keep)
+        retain(final, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
         self._withdraw_folder(self.folder_of(manifest.version, label_of(manifest)))

@@ -131,9 +131,17 @@ def leased(folder: Path, kind: int) -> Iterator[None]:
         os.close(fd)
 
 
-def retain(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` versions, as far as nobody reads them."""
-    found = sorted((path for path in root.glob("v*-*") if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+def retain(newest: Path, keep: int) -> None:
+    """Delete all versions but `newest` and the `keep` - 1 before it, as far as nobody reads them. Those of its run are
+    in the order of their numbers, as a clock may have been put back; before them others, by when they were written."""
+    run = newest.name.partition("-")[2]
+
+    def age(path: Path) -> tuple[bool, int, str]:
+        number, _, of_run = path.name.partition("-")
+        return (True, 0, number) if of_run == run else (False, path.stat().st_mtime_ns, "")
+
+    others = (path for path in newest.parent.glob("v*-*") if path.is_dir() and path != newest)
+    found = [*sorted(others, key=age), newest]
     for folder in found[: -max(keep, 1)]:
         remove_version(folder)
 

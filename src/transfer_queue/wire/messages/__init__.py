@@ -312,6 +312,19 @@ READS = frozenset((
     ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
 ))  # fmt: skip
 
+_GROWING = frozenset((Commit, Insert, Find, SetTags, SetPartition, Restore, OpenGroup))
+
+
+def grows(request: Request) -> bool:
+    """Whether it adds to what is kept."""
+    return type(request) in _GROWING and not only_looks(request)
+
+
+def only_looks(request: Request) -> bool:
+    """Whether it changes nothing that lasts, though others of its kind do."""
+    return type(request) is Find and not request.create
+
+
 # The fields that hold plain values, which are anybody's: dicts, or results that have one.
 PLAIN: dict[type, tuple[str, ...]] = {
     Commit: ("tags", "finishes"),

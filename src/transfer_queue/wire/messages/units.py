@@ -41,7 +41,8 @@ class Join(Request):
     """A unit of another host offers itself: its incarnation, where readers reach it ("host:port"; without a host, the
     one this connection comes from), and the numbers (int64) of the blocks it has published. `returns`: when its server
     is killed another process goes on in its place. `away_s`: for how long its rows are waited for when it is away.
-    `lasts`: it has a journal. `service`: where its blocks come from one, of which service they are."""
+    `lasts`: it has a journal. `service`: where its blocks come from one, and are all that it has, of which service they
+    are."""
 
     incarnation: bytes
     address: str
