@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -84,3 +87,30 @@ def _profiled(action: Callable[[], Any], look: Any) -> Any:
     finally:
         sys.setprofile(None)
         gc.enable()
+
+
+def struck_as_it_waits(action: Callable[[], Any], what: str) -> None:
+    """Interrupt `action`, of the main thread, with a real signal as it waits for the thread called `what`."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def waits() -> bool:
+        frames = sys._current_frames()
+        others = [frames.get(one.ident or 0) for one in threading.enumerate() if one.name == what]
+        stacks = [traceback.walk_stack(one) for one in others if one is not None]
+        files = [frame.f_code.co_filename for stack in stacks for frame, _ in stack]
+        is_begun = any(file != threading.__file__ for file in files)
+        return is_begun and frames[main].f_code.co_filename == threading.__file__
+
+    def strike() -> None:
+        until(waits, "the main thread waits")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    striker = threading.Thread(target=strike)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            striker.start()
+            action()
+            striker.join()  # it ended before it was struck
+    finally:
+        striker.join()
