@@ -181,7 +181,7 @@ def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None
 
 
 def test_only_some_columns(rows: str, tmp_path: Path) -> None:
-    tq.export_table(rows, tmp_path / "a.parquet", columns=["key", "x"])
+    tq.export_table(rows, tmp_path / "a.parquet", columns=["key", "x", "key"])
     assert pq.read_table(tmp_path / "a.parquet").schema.names == ["key", "x"]
 
 
