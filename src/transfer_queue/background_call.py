@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 its own hook is called after ours: who is waited for may use executors
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from transfer_queue.errors import Aborted, emptied, kept
 
 T = TypeVar("T")
+STEP_S = 1.0  # an interrupt may strike as one that waits has heard of the end, and the others have not
 LEAVE_S = 5.0  # that a thread may need for its last steps
 BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
 
@@ -27,7 +30,9 @@ class BackgroundCall(Generic[T]):
         self._error: BaseException | None = None
         self._undo: Callable[[T], None] | None = None
         self._lock = threading.Lock()
-        self._is_over = threading.Event()  # up to Python 3.12 a `join` that is interrupted makes its thread seem so
+        # Up to Python 3.12 an interrupted `join` makes its thread seem over; an event may keep its lock then.
+        self._is_over = False
+        self._over: SimpleQueue[None] = SimpleQueue()  # has something once it is
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
         if known is not None:
@@ -38,7 +43,8 @@ class BackgroundCall(Generic[T]):
         try:
             self._call(function, args)
         finally:
-            self._is_over.set()
+            self._is_over = True
+            self._over.put(None)
 
     def _call(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
         try:
@@ -63,8 +69,14 @@ class BackgroundCall(Generic[T]):
             if time.monotonic() > until:
                 return True
             time.sleep(0.001)
-        if not self._is_over.wait(timeout_s):
-            return False
+        until = time.monotonic() + timeout_s
+        while not self._is_over:
+            left_s = until - time.monotonic()
+            with contextlib.suppress(Empty):
+                self._over.get(timeout=max(0.0, min(left_s, STEP_S)))
+                self._over.put(None)  # for others who wait
+            if left_s <= 0 and not self._is_over:
+                return False
         self._thread.join(LEAVE_S)  # it has nothing left to do
         return True
 

@@ -294,6 +294,17 @@ def test_a_wait_that_was_struck_is_not_the_end_of_the_call() -> None:
     assert call.outcome()
 
 
+def test_a_wait_may_be_struck_anywhere() -> None:
+    known: list[Any] = []
+
+    def wait() -> bool:
+        return BackgroundCall("tq-test", sum, range(10**6), known=known).ended(60)
+
+    for strike in strikes(wait, threading.__file__, only="background_call"):
+        assert all(call.ended(5) for call in known), strike
+        known.clear()
+
+
 def test_a_call_in_a_thread_is_known_wherever_its_start_was_struck() -> None:
     known: list[Any] = []
     done: list[int] = []

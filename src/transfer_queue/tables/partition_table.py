@@ -53,7 +53,7 @@ class PartitionTable:
         return f"PartitionTable({self.partition_id!r:.80}, {len(self)} rows: {names:.200})"
 
     def select(self, names: Sequence[str]) -> PartitionTable:
-        """The table of these columns only, each once; the others are not read. Raises `InvalidInput` for one that is not
+        """The table of these columns only, each once; others are not read. Raises `InvalidInput` for one that is not
         there."""
         known = {one.about.name: one for one in self._columns}
         for name in names:
