@@ -51,7 +51,13 @@ class WrittenBehind:
         if not whole:
             self.drop()
         self._parts.end()
-        self._thread.join()
+        is_over = False
+        try:
+            self._thread.join()
+            is_over = True
+        finally:
+            if not is_over:  # an interrupt: what waits is in vain
+                self._parts.leave()
         self._parts.finish(whole)
 
 
