@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 its own hook is called after ours: who is waited for may use executors
+import contextlib
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from transfer_queue.errors import Aborted, emptied, kept
 
 T = TypeVar("T")
+STEP_S = 1.0  # an interrupt may strike as one that waits has heard of the end, and the others have not
+LEAVE_S = 5.0  # that a thread may need for its last steps
 BEGIN_S = 0.2  # an interrupt may strike as a thread is started: then it begins at once, or never
 
 
@@ -25,12 +30,23 @@ class BackgroundCall(Generic[T]):
         self._error: BaseException | None = None
         self._undo: Callable[[T], None] | None = None
         self._lock = threading.Lock()
+        # Up to Python 3.12 an interrupted `join` makes its thread seem over; an event may keep its lock then.
+        self._is_over = False
+        self._over: SimpleQueue[None] = SimpleQueue()  # has something once it is
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
         if known is not None:
             known.append(self)
         self._thread.start()
 
     def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
+        try:
+            self._call(function, args)
+        finally:
+            self._is_over = True
+            self._over.put(None)
+
+    def _call(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
         try:
             found = function(*args)
         except BaseException as error:  # noqa: BLE001 raised again by whoever asks for the result
@@ -44,17 +60,25 @@ class BackgroundCall(Generic[T]):
             undo(found)
 
     def ended(self, timeout_s: float) -> bool:
-        """Whether it has returned or raised, within that time; also when an interrupt kept it from beginning."""
+        """Whether it has returned or raised, within that time; also when an interrupt kept it from beginning, and in a
+        forked child, which has no such thread."""
+        if os.getpid() != self._pid:
+            return True
         until = time.monotonic() + BEGIN_S
-        while True:
-            try:
-                self._thread.join(timeout_s)
-            except RuntimeError:  # it has not begun
-                if time.monotonic() > until:
-                    return True
-                time.sleep(0.001)
-            else:
-                return not self._thread.is_alive()
+        while self._thread.ident is None:  # it has not begun
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.001)
+        until = time.monotonic() + timeout_s
+        while not self._is_over:
+            left_s = until - time.monotonic()
+            with contextlib.suppress(Empty):
+                self._over.get(timeout=max(0.0, min(left_s, STEP_S)))
+                self._over.put(None)  # for others who wait
+            if left_s <= 0 and not self._is_over:
+                return False
+        self._thread.join(LEAVE_S)  # it has nothing left to do
+        return True
 
     def outlast(self, timeout_s: float) -> None:
         """A program that ends before it waits for it, until that time from now. So does a child of multiprocessing's;

@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 from conftest import until
+
+from transfer_queue import background_call
 
 UNCLEAN = [  # what interrupts leave to Python, for tests that strike
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of connections that are left to the collector
@@ -84,3 +89,37 @@ def _profiled(action: Callable[[], Any], look: Any) -> Any:
     finally:
         sys.setprofile(None)
         gc.enable()
+
+
+def struck_as_it_waits(action: Callable[[], Any], what: str) -> None:
+    """Interrupt `action`, of the main thread, with a real signal as it waits for the thread called `what`."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    acts: list[bool] = []
+
+    def act() -> None:
+        acts.append(True)
+        action()
+
+    def waits() -> bool:
+        frames = sys._current_frames()
+        others = [frames.get(one.ident or 0) for one in threading.enumerate() if one.name == what]
+        stacks = [traceback.walk_stack(one) for one in others if one is not None]
+        files = [frame.f_code.co_filename for stack in stacks for frame, _ in stack]
+        is_begun = any(file != threading.__file__ for file in files)
+        return (
+            bool(acts)
+            and is_begun
+            and frames[main].f_code.co_filename in (threading.__file__, background_call.__file__)
+        )
+
+    def strike() -> None:
+        until(waits, "the main thread waits")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    striker.join()

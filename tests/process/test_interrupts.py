@@ -16,7 +16,7 @@ import torch
 import weights_servers
 from conftest import Child, until
 from leftovers import left
-from strikes import UNCLEAN, every, strikes
+from strikes import UNCLEAN, every, strikes, struck_as_it_waits
 from weights import Net, copy_of, root
 
 import transfer_queue as tq
@@ -281,6 +281,28 @@ def test_a_call_in_a_thread_that_never_began_is_aborted(monkeypatch: pytest.Monk
     assert known[0].ended(5)
     with pytest.raises(Aborted, match="before it began"):
         known[0].outcome()
+
+
+def test_a_wait_that_was_struck_is_not_the_end_of_the_call() -> None:
+    """Up to Python 3.12 a thread seems to have ended once an interrupt struck its `join`."""
+    gate = threading.Event()
+    call = BackgroundCall("tq-test", gate.wait)
+    struck_as_it_waits(lambda: call.ended(60), "tq-test")
+    assert not call.ended(0.0)
+    gate.set()
+    assert call.ended(60)
+    assert call.outcome()
+
+
+def test_a_wait_may_be_struck_anywhere() -> None:
+    known: list[Any] = []
+
+    def wait() -> bool:
+        return BackgroundCall("tq-test", sum, range(10**6), known=known).ended(60)
+
+    for strike in strikes(wait, threading.__file__, only="background_call"):
+        assert all(call.ended(5) for call in known), strike
+        known.clear()
 
 
 def test_a_call_in_a_thread_is_known_wherever_its_start_was_struck() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,8 +46,9 @@ def rows(client: tq.TransferQueueClient) -> tq.TransferQueueClient:
 
 def test_a_run_gets_all_values_in_one_call(rows: tq.TransferQueueClient) -> None:
     run = Run()
-    told = log_metrics(3, run, tasks=["actor", "critic"])
+    told = log_metrics(np.int64(3), run, tasks=["actor", "critic"])
     assert run.logged == [(told, 3)]
+    assert type(run.logged[0][1]) is int
     assert all(type(value) is float for value in told.values())
     expected = {
         "rows": 4.0, "partitions": 1.0, "clients": 1.0, "waiting_requests": 0.0, "dead_letters": 1.0, "stale_rows": 0.0,

@@ -112,6 +112,11 @@ def test_strings_are_whole_and_objects_are_previews() -> None:
     assert len(values("o", "texts", preview_chars=None)[2]) > 40_000
 
 
+def test_keys_that_json_cannot_tell_apart_are_pairs() -> None:
+    tq.kv_batch_put(["a", "b"], "keys of dicts", {"o": [{1: "number", "1": "text"}, {1: "number"}]})
+    assert values("o", "keys of dicts") == ['[[1, "number"], ["1", "text"]]', '{"1": "number"}']
+
+
 @pytest.mark.parametrize("max_chars", [1024, None])
 def test_json_is_json_whatever_the_numbers_are(max_chars: int | None) -> None:
     huge = 10**5000
@@ -284,6 +289,32 @@ def test_a_cell_written_since_as_another_kind_is_refused() -> None:
     tq.kv_batch_put(["a", "b"], "changed", {"x": torch.ones(2, 3)})
     with pytest.raises(SchemaConflict, match="make the table again"):
         found.to_arrow()
+
+
+@pytest.mark.parametrize(
+    ("before", "since"),
+    [
+        (torch.zeros(2), torch.full((2,), 0.1, dtype=torch.float64)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.full((2,), 0.1, dtype=torch.float64)),
+        (torch.zeros(2, dtype=torch.bool), torch.arange(2, 4)),
+        (torch.zeros(2), torch.tensor([True, False])),
+        (torch.zeros(2, dtype=torch.int64), torch.tensor([0.5, 1.5])),
+    ],
+)
+def test_a_cell_written_since_as_another_number_is_never_rounded(before: torch.Tensor, since: torch.Tensor) -> None:
+    tq.kv_batch_put(["a", "b"], "rounded", {"x": before})
+    found = tq.table("rounded")
+    tq.kv_batch_put(["a", "b"], "rounded", {"x": since})
+    with pytest.raises(SchemaConflict, match="field 'x'"):
+        found.to_arrow()
+    tq.get_client().clear_partition("rounded")
+
+
+def test_integers_of_python_among_floats_are_floats_also_in_a_batch_of_their_own() -> None:
+    tq.kv_batch_put(["a", "b"], "weak", {"x": [1, 2]})
+    tq.kv_batch_put(["c", "d"], "weak", {"x": [0.5, 1.5]})
+    tq.kv_batch_put(["a", "b"], "weak", {"y": torch.zeros(2)})
+    assert tq.table("weak", keys=["a", "b"]).to_arrow()["x"].to_pylist() == [1.0, 2.0]
 
 
 def test_batches_are_bounded_in_bytes_also_where_rows_have_any_size() -> None:

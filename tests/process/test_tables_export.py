@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Child, until
+from strikes import UNCLEAN, strikes
 from test_tables_sql import command
 
 import transfer_queue as tq
@@ -164,10 +165,33 @@ def test_a_writer_waits_where_the_disk_is_slower(tmp_path: Path, monkeypatch: py
     given = [os.urandom(size) for size in (0, 999, 1, 100_000, 7, 1000)]
     for part in given:
         file.write(part)
-    assert file._held_nbytes <= 1000 + max(map(len, given))
+    assert file._parts._held_nbytes <= 1000 + max(map(len, given))
     file.close(whole=True)
     assert (tmp_path / "a").read_bytes() == b"".join(given)
     assert file.tell() == sum(map(len, given))
+
+
+@UNCLEAN[0]
+@UNCLEAN[1]
+def test_an_interrupt_anywhere_ends_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_behind, "HELD_NBYTES", 1)
+
+    def write() -> None:
+        with export.ArrowFile(tmp_path / "a", pa.schema([("x", pa.int64())])) as file:
+            file.write(pa.record_batch({"x": [1, 2]}))
+            file.write(pa.record_batch({"x": [3]}))
+
+    for strike in strikes(write, only="tables"):
+        until(
+            lambda: "tq-export" not in {one.name for one in threading.enumerate()}, f"the end of the thread: {strike}"
+        )
+
+
+def test_a_file_that_nobody_has_any_more_keeps_no_thread(tmp_path: Path) -> None:
+    """An interrupt may strike wherever it would be closed."""
+    written_behind.WrittenBehind(tmp_path / "a").write(b"some")
+    until(lambda: "tq-export" not in {thread.name for thread in threading.enumerate()}, "the thread ended")
+    assert str(tmp_path / "a") not in {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
 
 
 def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
@@ -181,7 +205,7 @@ def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None
 
 
 def test_only_some_columns(rows: str, tmp_path: Path) -> None:
-    tq.export_table(rows, tmp_path / "a.parquet", columns=["key", "x"])
+    tq.export_table(rows, tmp_path / "a.parquet", columns=["key", "x", "key"])
     assert pq.read_table(tmp_path / "a.parquet").schema.names == ["key", "x"]
 
 

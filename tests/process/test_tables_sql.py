@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from commands import Terminal
+from conftest import until
+from strikes import struck_as_it_waits
 from test_cli import ENVIRONMENT
 from zygote import CHILDREN
 
@@ -165,6 +167,14 @@ def test_what_reading_raises_reaches_the_caller(train: str, monkeypatch: pytest.
     monkeypatch.setattr(cell_batches.CellBatches, "_read", lost)
     with pytest.raises(DataLost, match="the host is gone"):
         tq.sql(f'select sum(x) from "{train}"')
+
+
+@pytest.mark.parametrize("read", ["", " and exists (from {})"])
+def test_an_interrupt_ends_a_query_that_would_not_end(train: str, read: str) -> None:
+    """DuckDB itself looks for signals between its tasks, of which one lasts as long as this query."""
+    endless = "select count(*) from range(100000000000) a, range(1000000) b where a.range >= 0"
+    struck_as_it_waits(lambda: tq.sql(endless + read.replace("{}", f'"{train}"')), "tq-sql")
+    until(lambda: all(thread.name != "tq-sql" for thread in threading.enumerate()), "the query ended")
 
 
 def test_rows_come_and_go_while_queries_run() -> None:

@@ -15,6 +15,7 @@ import pytest
 from conftest import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strikes import struck_as_it_waits
 
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.controller import Controller
@@ -217,6 +218,35 @@ def test_room_that_comes_too_late_is_abandoned(engine: GuardedEngine) -> None:
     until(lambda: Slow.log == ["reserve a", "abandon"], "the room given up")
 
 
+def test_room_that_comes_when_its_caller_was_interrupted_is_abandoned(engine: GuardedEngine) -> None:
+    Slow.gate.clear()
+    struck_as_it_waits(lambda: engine.reserve("a", 8, 60.0), "tq-engine")
+    Slow.gate.set()
+    until(lambda: Slow.log == ["reserve a", "abandon"], "the room given up")
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        np.zeros(7, np.uint8),
+        bytearray(8),
+        np.zeros(8, np.int8),
+        np.zeros(16, np.uint8)[::2],
+        np.frombuffer(bytes(8), np.uint8),
+    ],
+    ids=["too small", "no array", "other numbers", "with gaps", "read-only"],
+)
+def test_memory_that_a_writer_cannot_fill_is_refused(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch, memory: Any
+) -> None:
+    """A writer fills by addresses."""
+    room = SlowRoom(Slow({}, False), 8)
+    room.memory = memory
+    monkeypatch.setattr(Slow, "reserve", lambda slow, key, nbytes: room)
+    with pytest.raises(ServiceUnavailable, match=r"Slow at the corner: .* is no room with contiguous memory for 8"):
+        engine.reserve("a", 8, 5.0)
+
+
 def test_what_is_sealed_too_late_is_dropped(engine: GuardedEngine) -> None:
     room = engine.reserve("a", 8, 5.0)
     Slow.gate.clear()
@@ -231,6 +261,38 @@ def test_what_an_engine_may_say_is_passed_on(engine: GuardedEngine, error: Excep
     Slow.error = error
     with pytest.raises(type(error)):
         engine.read([], 5.0)
+
+
+def test_only_a_read_says_that_something_is_missing(engine: GuardedEngine) -> None:
+    Slow.error = BlocksMissing(["a"])
+    with pytest.raises(ServiceUnavailable, match="nothing under"):
+        engine.reserve("a", 8, 5.0)
+
+
+def test_nothing_is_missing_that_was_not_asked_for(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slow, "missing", lambda slow, keys: ["a", "b"])
+    assert engine.missing(["b", "c"], 5.0) == {"b"}
+
+
+@pytest.mark.parametrize("name", ["where", "place", "for_clients"])
+def test_an_engine_that_cannot_say_where_it_is_is_closed(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fails(slow: Slow) -> str:
+        raise OSError("lost")
+
+    monkeypatch.setattr(Slow, name, property(fails))
+    with pytest.raises(ServiceUnavailable, match="Slow: lost"):
+        GuardedEngine("Slow", {}, True, 5.0)
+    assert Slow.log == ["close"]
+
+
+def test_settings_that_clients_cannot_be_told_are_refused(
+    engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "for_clients", {"path": object()})
+    with pytest.raises(ServiceUnavailable, match="object is not JSON serializable"):
+        GuardedEngine("Slow", {}, True, 5.0)
 
 
 @pytest.mark.parametrize("error", [OSError("code 7"), ValueError("odd"), RuntimeError("lost")])

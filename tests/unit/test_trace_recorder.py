@@ -14,6 +14,7 @@ from transfer_queue.trace import recorder as recorder_module
 from transfer_queue.trace.file import TraceFile
 from transfer_queue.trace.lines import TraceSpan
 from transfer_queue.trace.recorder import SpanRecorder
+from transfer_queue.trace.recordings import read_folder
 
 WAITING = 100_000
 
@@ -68,3 +69,21 @@ def test_a_recorder_that_ends_writes_what_waits(tmp_path: Path) -> None:
     recorder.close()
     (found,) = tmp_path.glob("*.jsonl")
     assert found.read_text().count('["span"') == 200
+
+
+def test_threads_that_had_one_number_one_after_the_other_are_all_named(tmp_path: Path) -> None:
+    recorder = SpanRecorder(str(tmp_path), "", 1 << 26, lambda failed: None)
+    span = Large()
+    for name in [
+        *(f"rollout-{number}" for number in range(3)),
+        "rollout-2",
+        *(f"later-{number}" for number in range(9)),
+    ]:
+        adding = threading.Thread(target=recorder.add, args=(span,), name=name)
+        adding.start()
+        adding.join()
+    recorder.close()
+    (process,), remarks = read_folder(str(tmp_path))
+    first = "rollout-0, rollout-1, rollout-2, later-0, later-1, later-2, later-3, later-4"
+    assert process.threads == {span.thread: f"{first}, ..."}
+    assert (len(process.spans), remarks) == (13, [])

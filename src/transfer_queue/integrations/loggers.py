@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 import transfer_queue as tq
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.errors import InvalidInput
@@ -27,7 +29,7 @@ NAMES = {  # of the service's counts here
 
 
 def log_metrics(
-    step: int,
+    step: int | np.integer[Any],
     writer: Any,
     *,
     client: TransferQueueClient | None = None,
@@ -41,8 +43,9 @@ def log_metrics(
     wandb. Raises `InvalidInput` for another one, or a step that is no number from 0, before the service is asked; what
     the writer raises goes through.
     """
-    if type(step) is not int or step < 0:
+    if (type(step) is not int and not isinstance(step, np.integer)) or step < 0:
         raise InvalidInput(f"step {step!r}: expected a number from 0")
+    step = int(step)
     scalar, log = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
     if not callable(scalar) and not callable(log):
         raise InvalidInput(f"a writer has add_scalar or log, got {type(writer).__qualname__}")

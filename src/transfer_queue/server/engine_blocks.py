@@ -73,7 +73,7 @@ class EngineBlocks:
 
     def told(self) -> dict[str, Any]:
         """What clients need to use the same engine. Units of other hosts add `books`, the address of this server."""
-        return {"name": self.engine.name, "settings": dict(self.engine.engine.for_clients)}
+        return {"name": self.engine.name, "settings": dict(self.engine.for_clients)}
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -125,7 +125,7 @@ class EngineBlocks:
     async def find_blocks_of_before(self) -> None:
         """Those of the journal, before anybody is served: what is gone is given up. Raises `DataLost` where this is
         not the place that the journal names."""
-        place, unit = self.engine.engine.place, self._unit
+        place, unit = self.engine.place, self._unit
         if unit.engine_place not in ("", place):
             text = f"is not the place of the journal's {len(unit.in_engine())} blocks: that is {unit.engine_place}"
             raise DataLost(f"{self.engine.name}{self.engine.where}, {place}, {text}")

@@ -20,18 +20,21 @@ def in_time(
     undo: Callable[[T], None] = lambda found: None,
     passes: tuple[type[Exception], ...] = (),
 ) -> T:
-    """What `work` returns. It may block for minutes, and no thread can be stopped: when it is late it goes on in a
-    thread of its own, which holds the memory that it writes into, and what comes of it is undone.
+    """What `work` returns. It may block for minutes, and no thread can be stopped: when it is late, or its caller is
+    interrupted, it goes on in a thread of its own, which holds the memory that it writes into, and what comes of it is
+    undone.
 
     Raises `ServiceUnavailable` for that and for whatever `work` raises, but for our own errors and those that it
     `passes`.
     """
-    call = BackgroundCall("tq-engine", work)
-    if not call.ended(timeout_s):
-        call.leave(undo)
-        raise ServiceUnavailable(f"{name} did not answer within {timeout_s:g} s")
+    begun: list[BackgroundCall[T]] = []
     try:
-        return call.outcome()
+        call = BackgroundCall("tq-engine", work, known=begun)
+        if not call.ended(timeout_s):
+            raise ServiceUnavailable(f"{name} did not answer within {timeout_s:g} s")
+        found = call.outcome()
+        begun.clear()
+        return found
     except TransferQueueError:
         raise
     except passes:
@@ -40,6 +43,9 @@ def in_time(
         raise ServiceUnavailable(f"{name} is not installed on this host: {error}") from error
     except Exception as error:
         raise ServiceUnavailable(f"{name}: {error}") from error
+    finally:
+        for one in begun:  # of one that raised nothing is left to undo
+            one.leave(undo)
 
 
 class OpenedOnce(Generic[T]):

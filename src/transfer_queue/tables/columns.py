@@ -91,12 +91,20 @@ def numbers(field: FieldSchema, column: Any, count: int) -> pa.Array:
             raise _changed(field.name)
         base = TYPES.get(field.dtype, pa.float32())
         flat = pa.array(values)
-        flat = flat if flat.type == base else flat.cast(base)
+        if _may_change(flat.type, base):
+            raise _changed(field.name)
+        flat = flat if flat.type == base else flat.cast(base)  # refuses integers and fractions that would change
         if -1 not in shape and shape:
             shapes = np.full((count, 1), math.prod(shape))
         return _lists(flat, _dims(shape), shapes)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise SchemaConflict(f"field {field.name!r:.200}: {error}") from None
+
+
+def _may_change(found: pa.DataType, base: pa.DataType) -> bool:
+    """Whether a cast may change values without an error: it rounds floats, and makes numbers of truth values."""
+    are_truths = pa.types.is_boolean(found), pa.types.is_boolean(base)
+    return found != base and (any(are_truths) or (found == pa.float64() and base == pa.float32()))
 
 
 def _changed(name: str) -> SchemaConflict:

@@ -249,6 +249,8 @@ class TableFile:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         is_whole = False
         try:
+            if error is not None:
+                self._file.drop()  # an end of the writer's is of no use, and must not wait
             self._end(error is None)
             is_whole = error is None
         finally:

@@ -53,12 +53,13 @@ class PartitionTable:
         return f"PartitionTable({self.partition_id!r:.80}, {len(self)} rows: {names:.200})"
 
     def select(self, names: Sequence[str]) -> PartitionTable:
-        """The table of these columns only; the others are not read. Raises `InvalidInput` for one that is not there."""
+        """The table of these columns only, each once; others are not read. Raises `InvalidInput` for one that is not
+        there."""
         known = {one.about.name: one for one in self._columns}
         for name in names:
             if name not in known:
                 raise InvalidInput(f"no column {name!r:.200}{hint(name, known)}")
-        return PartitionTable(self._session, self._listing, [known[name] for name in names])
+        return PartitionTable(self._session, self._listing, [known[name] for name in dict.fromkeys(names)])
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, some at a time. Each batch is read when it is asked for; blocks."""

@@ -7,6 +7,7 @@ extensions nor change that.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import Aborted, InvalidInput, TransferQueueError
 from transfer_queue.tables.partition_table import PartitionTable, table
 from transfer_queue.wire import messages as m
 
@@ -26,22 +28,67 @@ CLOSED = {
 }  # fmt: skip
 UNNAMED = {"STAR", "POSITIONAL_REFERENCE", "SHOW_REF", "PIVOT"}  # of a parsed query: what names no columns
 LOCKED = ("SET python_enable_replacements=false", "SET lock_configuration=true")
+FOREVER_S = 1e6
+ENDS_S = 1.0  # a query that is called off, unless it waits for the service
 
 
 def sql(session: Session, query: str) -> pa.Table:
-    """See `transfer_queue.sql`."""
+    """See `transfer_queue.sql`. An interrupt ends it at once."""
     if type(query) is not str:
         raise InvalidInput(f"a query is a string, got {type(query).__qualname__}")
-    found: list[ScannedTable] = []
-    with duckdb.connect(":memory:", config=CLOSED) as connection:
+    running = RunningQuery(session, query)
+    begun: list[BackgroundCall[pa.Table]] = []
+    try:
+        call = BackgroundCall("tq-sql", running.result, known=begun)
+        call.ended(FOREVER_S)
+        return call.outcome()
+    finally:
+        if not all(one.ended(0.0) for one in begun):
+            running.interrupt()
+            begun[0].ended(ENDS_S)
+
+
+class RunningQuery:
+    """A query, for a thread of its own: in the thread that asks for it DuckDB looks for signals between its tasks only,
+    and one of them may last for hours."""
+
+    def __init__(self, session: Session, query: str) -> None:
+        self._session = session
+        self._query = query
+        self._lock = threading.Lock()
+        self._connection: Any = None  # while it runs
+        self._is_called_off = False
+
+    def result(self) -> pa.Table:
+        """Raises as `transfer_queue.sql`."""
+        with duckdb.connect(":memory:", config=CLOSED) as connection:
+            with self._lock:
+                self._connection = connection
+            try:
+                return self._result(connection)
+            finally:
+                with self._lock:
+                    self._connection = None
+
+    def interrupt(self) -> None:
+        """Let it end with an error, as soon as it does not wait for the service. For another thread."""
+        with self._lock:
+            self._is_called_off = True
+            if self._connection is not None:
+                self._connection.interrupt()
+
+    def _result(self, connection: Any) -> pa.Table:
+        found: list[ScannedTable] = []
         try:
             for setting in LOCKED:
                 connection.execute(setting)
-            named = _named(connection, _sole(connection, query))
-            for name, partition in _tables(session, named.tables).items():
-                found.append(ScannedTable(_table(session, partition, named)))
+            named = _named(connection, _sole(connection, self._query))
+            for name, partition in _tables(self._session, named.tables).items():
+                found.append(ScannedTable(_table(self._session, partition, named)))
                 connection.register(name, found[-1])
-            result = connection.sql(query)
+            if self._is_called_off:  # before there was anything to interrupt
+                raise Aborted("SQL: the query was called off")
+            result = connection.sql(self._query)
             return pa.table({}) if result is None else result.to_arrow_table()
         except (duckdb.Error, UnicodeError) as error:
             for one in found:

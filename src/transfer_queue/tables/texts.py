@@ -73,8 +73,11 @@ def _plain(value: Any, depth: int, max_chars: int | None) -> Any:
     if isinstance(value, (dict, TensorDictBase)):
         if not depth:
             return f"<{kind.__name__}>"
-        pairs = itertools.islice(value.items(), items)
-        return {_key(name): _plain(one, depth - 1, max_chars) for name, one in pairs}
+        pairs = [(name, _plain(one, depth - 1, max_chars)) for name, one in itertools.islice(value.items(), items)]
+        made = {_key(name): one for name, one in pairs}
+        if len(made) < len(pairs):  # 1 and "1" are one name in JSON
+            return [[_plain(name, depth - 1, max_chars), one] for name, one in pairs]
+        return made
     return _described(value, depth, max_chars)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+import weakref
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 HELD_NBYTES = 64 << 20  # given and not written: the caller waits with more
@@ -17,31 +18,21 @@ class WrittenBehind:
 
     `write` blocks while more than `HELD_NBYTES` are waiting, and keeps what it is given until that is written: it must
     not change. Raises OSError for what went wrong with bytes given before. `close(True)` returns when every byte is on
-    the disk, `close(False)` when the thread has ended, with as much written as there is by then.
+    the disk, `close(False)` when the thread has ended, with as much written as there is by then. One that nobody has
+    any more, as an interrupt struck, ends as well.
     """
 
     def __init__(self, path: Path) -> None:
         self.nbytes = 0  # given so far
         self.closed = False
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        self._parts: deque[memoryview] = deque()
-        self._held_nbytes = 0
-        self._ended = False
-        self._failed: OSError | None = None
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="tq-export", daemon=True)
+        self._parts = WaitingParts(path)
+        weakref.finalize(self, self._parts.leave)
+        self._thread = threading.Thread(target=self._parts.write, name="tq-export", daemon=True)
         self._thread.start()
 
     def write(self, data: Any) -> int:
         part = memoryview(data).cast("B")
-        with self._changed:
-            while self._held_nbytes > HELD_NBYTES and self._failed is None:
-                self._changed.wait()
-            if self._failed is not None:
-                raise self._failed
-            self._parts.append(part)
-            self._held_nbytes += len(part)
-            self._changed.notify()
+        self._parts.add(part)
         self.nbytes += len(part)
         return len(part)
 
@@ -51,43 +42,84 @@ class WrittenBehind:
     def flush(self) -> None:
         """Nothing: `close` does."""
 
+    def drop(self) -> None:
+        """Write nothing any more, also of what is given yet; and wait for nothing."""
+        self._parts.drop()
+
     def close(self, whole: bool) -> None:
         self.closed = True
-        with self._changed:
-            self._ended = True
-            if not whole:
-                self._parts.clear()
-            self._changed.notify()
-        self._thread.join()
+        if not whole:
+            self.drop()
+        self._parts.end()
+        is_over = False
+        try:
+            self._thread.join()
+            is_over = True
+        finally:
+            if not is_over:  # an interrupt: what waits is in vain
+                self._parts.leave()
+        self._parts.finish(whole)
+
+
+class WaitingParts:
+    """What is to be written to a new file, between two threads. Without locks: an interrupt may strike as Python has
+    taken one, and its thread then holds it for good."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._given: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._done: SimpleQueue[int] = SimpleQueue()  # how long those are that were written
+        self._held_nbytes = 0  # as far as who gives has heard
+        self._is_dropped = self._is_left = False
+        self._failed: OSError | None = None
+
+    def add(self, part: memoryview) -> None:
+        while self._held_nbytes > HELD_NBYTES and self._failed is None and not self._is_dropped:
+            self._held_nbytes -= self._done.get()
+        if self._failed is not None:
+            raise self._failed
+        if not self._is_dropped:
+            self._given.put(part)
+            self._held_nbytes += len(part)
+
+    def drop(self) -> None:
+        """Nothing is written any more, also of what comes yet."""
+        self._is_dropped = True
+
+    def end(self) -> None:
+        """No more will come."""
+        self._given.put(None)
+
+    def leave(self) -> None:
+        """Nobody will ask what became of it: the thread that writes ends, and closes the file."""
+        self._is_left = True
+        self.drop()
+        self.end()
+
+    def finish(self, whole: bool) -> None:
+        """Close the file, which is brought to the disk before where it is to be whole. The other thread has ended."""
         with self._file:
             if whole and self._failed is not None:
                 raise self._failed
             if whole:
                 os.fsync(self._file.fileno())
 
-    def _run(self) -> None:
+    def write(self) -> None:
+        """All that comes, until the end."""
         started = done = 0
         try:
-            while (part := self._next()) is not None:
-                at = 0
+            while (part := self._given.get()) is not None:
+                at = len(part) if self._is_dropped else 0
                 while at < len(part):
                     at += os.write(self._file.fileno(), part[at:])
                 done += at
                 if done - started >= STARTED_NBYTES:  # begins to write those pages, and waits for none
                     os.posix_fadvise(self._file.fileno(), started, done - started, os.POSIX_FADV_DONTNEED)
                     started = done
-                with self._changed:
-                    self._held_nbytes -= at
-                    self._changed.notify()
+                self._done.put(at)
         except OSError as error:
-            with self._changed:
-                self._failed = error
-                self._parts.clear()
-                self._changed.notify()
-
-    def _next(self) -> memoryview | None:
-        """None when the file is to end."""
-        with self._changed:
-            while not self._parts and not self._ended:
-                self._changed.wait()
-            return self._parts.popleft() if self._parts else None
+            self._failed = error
+            self._done.put(0)  # who waits looks again
+        finally:
+            if self._is_left:
+                self._file.close()

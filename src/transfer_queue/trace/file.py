@@ -52,7 +52,7 @@ class TraceFile:
         self._spans = 0  # in the file
         self._kept_spans = 0  # in the one before
         self._lost = self._told = 0
-        self._named: set[int] = set()  # threads that the file names
+        self._named: dict[int, str] = {}  # threads that the file names, and how
         self._thread = threading.Thread(target=self._run, name="tq-trace-disk", daemon=True)
         self._thread.start()
 
@@ -102,9 +102,9 @@ class TraceFile:
         self._write_lines([_header(self._ident, self._name)])
 
     def _write_chunk(self, chunk: TraceChunk) -> None:
-        new = chunk.threads.keys() - self._named
-        self._named |= new
-        self._write_lines([lines.TraceThread(ident, chunk.threads[ident]) for ident in new])
+        new = [lines.TraceThread(*one) for one in chunk.threads.items() - self._named.items()]
+        self._named |= chunk.threads
+        self._write_lines([*new])
         self._write(chunk.data)
         self._written_nbytes += len(chunk.data)
         self._spans += chunk.spans

@@ -30,7 +30,7 @@ class TraceHeader(msgspec.Struct, array_like=True, tag="process"):
 
 
 class TraceThread(msgspec.Struct, array_like=True, tag="thread"):
-    """The name of a thread, once for each."""
+    """The name of a thread, and again with the names of those that had its number after it."""
 
     thread: int
     name: str

@@ -17,6 +17,7 @@ PENDING = 1 << 16  # spans that wait to be made into lines
 CHUNK = 64  # spans that are made into lines before others may run
 MAX_NBYTES = 64 << 20
 CLOSE_S = 5.0
+MAX_NAMES = 8  # of the threads that had one number after the other
 
 
 class SpanSource(Protocol):
@@ -42,18 +43,26 @@ class SpanRecorder:
         self._starting = threading.Lock()
         self._file: TraceFile | None = None
         self._lost = self._told = 0
-        self._names: dict[int, str] = {}  # of threads
+        self._names: dict[int, str] = {}  # of threads; a number goes to another one when its thread has ended
+        self._labels: dict[int, dict[str, None]] = {}  # all names that a number had, `MAX_NAMES` at most
 
     def add(self, noted: SpanSource) -> None:
         """Write its span soon."""
         if self._thread is None:
             self._begin()
-        if noted.thread not in self._names:  # it may have ended when this is written
-            self._names[noted.thread] = threading.current_thread().name
+        name = threading.current_thread().name  # it may have ended when this is written
+        if self._names.get(noted.thread) != name:
+            self._name(noted.thread, name)
         if len(self._pending) < PENDING:
             self._pending.append(noted)
         else:
             self._lost += 1
+
+    def _name(self, thread: int, name: str) -> None:
+        self._names[thread] = name
+        known = self._labels.get(thread, {})
+        label = name if len(known) < MAX_NAMES else "..."
+        self._labels[thread] = {**known, label: None}  # a new one: others may read it
 
     def close(self) -> None:
         """Write what is left. Waits at most `CLOSE_S`."""
@@ -94,5 +103,5 @@ class SpanRecorder:
             spans: list[Any] = [noted.span() for noted in taken]
             data, unsaid = lines.encoded(spans)
             lost, self._told = self._lost - self._told, self._lost
-            threads = {span.thread: self._names[span.thread] for span in spans}
+            threads = {span.thread: ", ".join(self._labels[span.thread]) for span in spans}
             file.add(TraceChunk(len(spans) - unsaid, data, threads, lost + unsaid))

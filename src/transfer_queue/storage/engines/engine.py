@@ -74,8 +74,9 @@ class StorageEngine(abc.ABC):
     whoever calls keeps the time (`deadline`).
 
     A key is written once and never again. What is stored must stay until it is dropped: an engine that may evict is
-    told not to. `StoreFull` says that there is no room now, `BlocksMissing` that something is gone; anything else that
-    is raised counts as "the engine does not answer", with its text.
+    told not to. `StoreFull` says that there is no room now, `BlocksMissing` of a read that something is gone; anything
+    else that is raised counts as "the engine does not answer", with its text. The properties are asked once, when it
+    was opened.
 
     `name` is what `backend.storage_backend` says. `max_nbytes` bounds one object (None: nothing does). `can_fork`: it
     can be opened in a process that was forked from one that had it open. `survives`: what is sealed is still there when

@@ -61,7 +61,7 @@ def host_lines() -> Iterator[str]:
 
 
 def _read_elsewhere(engine: GuardedEngine, key: str, timeout_s: float) -> str:
-    told = {"name": engine.name, "settings": dict(engine.engine.for_clients), "key": key, "timeout_s": timeout_s}
+    told = {"name": engine.name, "settings": dict(engine.for_clients), "key": key, "timeout_s": timeout_s}
     return said_elsewhere(__name__, told, timeout_s)
 
 
