@@ -51,7 +51,7 @@ class Ledger:
         """`rule`, of which it is noted what it was asked, before all that comes of it. What it refuses is no fact."""
 
         def apply(message: Any) -> m.Reply:
-            if m.only_looks(message):
+            if type(message) is m.Find and not message.create:
                 return rule(message)
             self._write_down()
             fact, place = f.Applied(message, -1), len(self._facts)

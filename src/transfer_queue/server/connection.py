@@ -332,7 +332,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if answer is None:
             self._tickets.add(ticket)
         else:
-            self._answer_when_kept(answer, type(message) in LASTING and not m.only_looks(message))
+            self._answer_when_kept(answer, type(message) in LASTING and (type(message) is not m.Find or message.create))
 
     def _answer_when_kept(self, answer: Answer, waits: bool) -> None:
         """Answer, once what it says lasts as long as was promised; at once where nothing that lasts was asked for, or

@@ -294,8 +294,10 @@ class Service:
         if isinstance(message, m.DigestCells):
             self._late.start(ticket, message.rid, *self.digests.begin(message, session))
             return None
-        if self.journal is not None and m.grows(message) and not self.pending.knows(session.ident, message.rid):
-            self.journal.check_room()
+        if self.journal is not None and type(message) in m.GROWING:
+            is_look = type(message) is m.Find and not message.create
+            if not is_look and not self.pending.knows(session.ident, message.rid):
+                self.journal.check_room()
         if isinstance(message, m.Allocate):
             if message.timeout_s <= 0:
                 self.recycler.make_room(message.nbytes)

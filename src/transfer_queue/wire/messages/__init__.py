@@ -312,18 +312,8 @@ READS = frozenset((
     ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
 ))  # fmt: skip
 
-_GROWING = frozenset((Commit, Insert, Find, SetTags, SetPartition, Restore, OpenGroup))
-
-
-def grows(request: Request) -> bool:
-    """Whether it adds to what is kept."""
-    return type(request) in _GROWING and not only_looks(request)
-
-
-def only_looks(request: Request) -> bool:
-    """Whether it changes nothing that lasts, though others of its kind do."""
-    return type(request) is Find and not request.create
-
+# They add to what is kept; `Find` does where it is to `create`, and else changes nothing that lasts.
+GROWING = frozenset((Commit, Insert, Find, SetTags, SetPartition, Restore, OpenGroup))
 
 # The fields that hold plain values, which are anybody's: dicts, or results that have one.
 PLAIN: dict[type, tuple[str, ...]] = {
