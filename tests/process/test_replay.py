@@ -76,7 +76,7 @@ def test_a_loop_that_goes_back_gets_the_same_batches(client: tq.TransferQueueCli
         client.checkpoint(step, ["actor"])
     taken.append(take(client).global_indexes)
     assert client.list_steps("actor") == [0, 1, 2, 3]
-    assert client.resume(1, ["actor"]) == (3, 12, 0)
+    assert client.resume(np.int64(1), ["actor"]) == (3, 12, 0)
     put(client, 4, first=20)
     again = [take(client).global_indexes for _ in range(5)]
     assert again[:3] == taken[1:]
@@ -186,7 +186,7 @@ def test_a_bundle_is_bit_for_bit_what_the_task_got(step: tuple[Path, list[Any]])
 
 def test_micro_batches_rows_and_padding_are_as_with_a_stream(step: tuple[Path, list[Any]]) -> None:
     directory, _ = step
-    sizes = [len(batch) for batch in tq.replay(directory, micro_batch_size=3)]
+    sizes = [len(batch) for batch in tq.replay(directory, micro_batch_size=np.int64(3))]
     assert sizes == [3, 1, 3]
     rows = [row for batch in tq.replay(directory, rows=True) for row in batch]
     assert [row["text"] for row in rows] == [f"row {number}" for number in range(7)]

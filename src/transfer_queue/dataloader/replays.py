@@ -10,8 +10,8 @@ from transfer_queue.bundles import Bundle
 from transfer_queue.client.dense import Pad
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.streams import Form
-from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import positive
 
 
 def replay(
@@ -31,9 +31,8 @@ def replay(
     `CheckpointMissing` (a FileNotFoundError), `CheckpointCorrupt` and `CheckpointUnsupported` (ValueErrors), here or
     when the loop comes to a file that is damaged.
     """
-    if micro_batch_size is not None and (type(micro_batch_size) is not int or micro_batch_size < 1):
-        raise InvalidInput(f"micro_batch_size must be a whole number from 1, got {micro_batch_size!r}")
-    return BundleStream(Bundle(directory), micro_batch_size, Form(dense, pad, rows), allow_pickle)
+    size = None if micro_batch_size is None else positive(micro_batch_size, "micro_batch_size")
+    return BundleStream(Bundle(directory), size, Form(dense, pad, rows), allow_pickle)
 
 
 class BundleStream:

@@ -11,6 +11,7 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
 
 MAX_STEP = 1 << 62
@@ -45,9 +46,10 @@ def resume(session: Session, step: int, tasks: Sequence[str]) -> Operation[Resum
 
 
 def _number(step: int) -> int:
-    if type(step) is not int or not 0 <= step < MAX_STEP:
+    number = whole_number(step, "step")
+    if not 0 <= number < MAX_STEP:
         raise InvalidInput(f"step {step!r}: expected a whole number from 0")
-    return step
+    return number
 
 
 def _names(tasks: Sequence[str]) -> list[str]:
