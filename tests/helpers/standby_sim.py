@@ -361,7 +361,7 @@ class Simulation:
             (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
                                     count > 3, pick([1.0, 0.0, 4.0]))),
             (1, lambda: m.PrioritizeGroups(rid, partition, [name], [pick([0.5, 2.0])])),
-            (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s)),
+            (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s, pick([0.0, 0.3]))),
             (3, lambda: m.FinishSlots(rid, partition, self._finished(count), packed(self._some_rows(count)))),
             (4, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,
                                  finishes=self._finished(count))),

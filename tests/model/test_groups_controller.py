@@ -119,6 +119,34 @@ def test_whole_groups_are_selected_with_their_rows_in_order() -> None:
     assert box.report()["lent"] == 2
 
 
+def test_attempts_that_take_too_long_have_failed_and_those_with_a_result_have_not() -> None:
+    box = GroupBox()
+    box.open("x", 2)
+    ((_, _, first), (_, _, second)) = box.claim(attempt_s=10.0)
+    assert box.controller.next_deadline() == box.now + 10.0
+    box.finish("x", 0, first)
+    assert box.claim(asker="other", timeout_s=60.0) is None
+    box.now += 10.0
+    box.controller.expire(box.now)
+    (again,) = box.told()["other"].slots
+    assert (again.slot, again.attempt) == (1, second + 1)
+    with pytest.raises(StaleAttempt):
+        box.finish("x", 1, second)
+    box.finish("x", 1, again.attempt)
+    assert names(box.select()) == ["x"]
+    assert box.report()["sources"][""]["failed_attempts"] == {"infra": 1}
+
+
+def test_the_time_of_an_attempt_ends_with_its_pool() -> None:
+    box = GroupBox()
+    box.open("x")
+    box.claim(attempt_s=10.0)
+    box.ask(m.RemovePool, True)
+    assert box.controller.next_deadline() is None
+    with pytest.raises(InvalidInput, match="attempt_s"):
+        GroupBox().claim(attempt_s=-1.0)
+
+
 def test_who_selects_is_answered_by_the_result_that_completes_the_last_group() -> None:
     box = GroupBox()
     for number in range(7):
@@ -439,7 +467,7 @@ def test_a_pool_that_is_discarded_takes_its_rows_leases_and_waiters_along() -> N
     assert box.rows() == kept
     with pytest.raises(LeaseExpired):
         box.ask(m.AckGroups, lease, None, True)
-    assert box.controller.state.groups.deadlines.first() is None
+    assert box.controller.state.groups.next_deadline() is None
 
 
 def test_what_somebody_still_has_of_a_removed_pool_means_nothing_in_the_next_one() -> None:

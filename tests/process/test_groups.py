@@ -170,6 +170,34 @@ def test_a_worker_that_is_killed_fails_its_attempts_only(pool: GroupPool, fresh_
     assert pool.status()["sources"][""]["failed_attempts"] == {"infra": 1}
 
 
+def test_a_worker_that_is_frozen_keeps_its_siblings_for_the_time_of_an_attempt(pool: GroupPool, child: Spawn) -> None:
+    pool.open("g", 1)
+    worker = child(f"""
+        import os, sys, torch
+        os.environ["TQ_ADDRESS"] = {str(tq.get_client().address)!r}
+        import transfer_queue as tq
+        from transfer_queue.errors import StaleAttempt
+        tq.init()
+        pool = tq.group_pool("train")
+        (attempt,) = pool.claim(attempt_s=0.5)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        try:
+            pool.finish(attempt, {{"x": torch.tensor([1])}})
+        except StaleAttempt:
+            print("stale", flush=True)
+    """)
+    assert worker.line() == "ready"
+    worker.freeze()
+    (attempt,) = pool.claim(timeout_s=30)
+    answer(pool, attempt)
+    os.kill(worker.pid, signal.SIGCONT)
+    worker.say()
+    assert worker.line() == "stale"
+    worker.finish()
+    assert len(pool.select(1).metadata) == 1
+
+
 def test_a_batch_of_results_is_one_put_and_what_nobody_wants_of_it_is_named(pool: GroupPool) -> None:
     pool.open("g", 4)
     attempts = pool.claim(4)

@@ -209,16 +209,23 @@ class GroupOperations:
         )  # fmt: skip
 
     def claim(
-        self, max_slots: int = 1, group_id: str | None = None, timeout_s: float | None = None
+        self,
+        max_slots: int = 1,
+        group_id: str | None = None,
+        timeout_s: float | None = None,
+        attempt_s: float | None = None,
     ) -> Operation[list[SlotAttempt]]:
         """Siblings to work on: up to `max_slots` that nobody works on, oldest group first, or of one group.
 
         Waits until there is one, at most `timeout_s`; an empty list says that none will come (`end`), or that the group
-        `group_id` has none left. When this process ends, its attempts have failed and others get the siblings. Raises
-        `DeadlineExceeded`, `GroupEnded`.
+        `group_id` has none left. When this process ends, its attempts have failed and others get the siblings; so they
+        do `attempt_s` later (default: never) where there is no result, as of a process that is frozen or stuck. Raises
+        `DeadlineExceeded`, `GroupEnded`, `InvalidInput`.
         """
         wait_s = yield from _taking(self, timeout_s)
-        reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, wait_s=wait_s))[0]
+        if attempt_s is not None and attempt_s <= 0:
+            raise InvalidInput(f"attempt_s={attempt_s!r}: an attempt takes more than 0 seconds")
+        reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, attempt_s or 0.0, wait_s=wait_s))[0]
         return [
             SlotAttempt(one.group, one.slot, one.attempt, one.source, one.start, one.target, one.prompt)
             for one in reply.slots

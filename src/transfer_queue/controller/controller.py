@@ -177,8 +177,7 @@ class Controller:
 
     def next_deadline(self) -> float | None:
         terms = (self._leases.next_deadline(), self._redelivery.next_deadline(), self.locks.next_deadline())
-        lent = self.groups.deadlines.first() or (None,)
-        deadlines = [*terms, lent[0], *(lot.next_deadline() for lot in self._lots)]
+        deadlines = [*terms, self.groups.next_deadline(), *(lot.next_deadline() for lot in self._lots)]
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:

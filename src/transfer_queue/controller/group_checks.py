@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller.group_holdings import GroupLease
-from transfer_queue.controller.leases import check_lease
+from transfer_queue.controller.leases import check_lease, check_seconds
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput
@@ -26,6 +26,8 @@ def check_waiting(message: Any, pool: PoolCore) -> None:
     if not all(1 <= count <= MAX_COUNT for count in counts):
         raise InvalidInput(f"{type(message).__name__}: expected from 1 to {MAX_COUNT}, got {counts}")
     policy = pool.policy
+    if isinstance(message, m.ClaimSlots):
+        check_seconds("attempt_s", message.attempt_s)
     if isinstance(message, m.SelectGroups):
         check_lease(message.lease_s)
         if message.most < message.least or message.lease_s <= 0:

@@ -22,6 +22,17 @@ class GroupLease:
         self.deadline = deadline
 
 
+class AttemptTerm:
+    """Attempts that have to be over by a deadline."""
+
+    __slots__ = ("attempts", "deadline", "partition")
+
+    def __init__(self, partition: str, attempts: list[tuple[str, int, int]], deadline: float) -> None:
+        self.partition = partition
+        self.attempts = attempts
+        self.deadline = deadline
+
+
 class SessionHoldings:
     """What a session has of the pools, by partition, but leases."""
 

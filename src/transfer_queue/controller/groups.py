@@ -23,7 +23,7 @@ from transfer_queue.controller.group_checks import (
     check_versions,
     check_waiting,
 )
-from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
+from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, SessionHoldings
 from transfer_queue.controller.group_reports import (
     by_state,
     described,
@@ -64,8 +64,8 @@ OUTCOMES = (  # nobody asks for them
 
 
 class GroupPools:
-    """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases end. `clear`
-    removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
+    """All pools of a service. Answers to parked requests go to `outbox`. `clear` removes rows of a partition. `rules`
+    carry out what lasts. `now`: the time of the event that is handled."""
 
     def __init__(
         self,
@@ -86,7 +86,9 @@ class GroupPools:
         self._unreceived = unreceived
         self._versions = versions
         self._leases: dict[int, GroupLease] = {}
-        self.deadlines = Deadlines(self._leases)
+        self._deadlines = Deadlines(self._leases)
+        self._terms: dict[int, AttemptTerm] = {}
+        self._term_ends = Deadlines(self._terms)
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
@@ -172,6 +174,8 @@ class GroupPools:
         self.used.retire(pool.state.next_ticket, pool.state.next_attempt)
         for number in [number for number, lease in self._leases.items() if lease.partition == partition]:
             del self._leases[number]
+        for number in [number for number, term in self._terms.items() if term.partition == partition]:
+            del self._terms[number]
         for held in self._holdings.values():
             held.drop(partition)
         for source in pool.state.sources:
@@ -338,6 +342,10 @@ class GroupPools:
         assert isinstance(reply, m.SlotsClaimed)
         attempts = [(one.group, one.slot, one.attempt) for one in reply.slots]
         self._of(session).begin(message.partition, pool, attempts)
+        if message.attempt_s:
+            number = next(self._numbers)
+            self._terms[number] = AttemptTerm(message.partition, attempts, self._now() + message.attempt_s)
+            self._term_ends.add(number)
         self._unreceived.add(session, message.rid, GroupGrant(message.partition, attempts=attempts))
         return reply
 
@@ -355,7 +363,7 @@ class GroupPools:
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
-            self.deadlines.add(lease.number)
+            self._deadlines.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
         lent = [lent_group(pool, *one, held) for one, held in zip(found, kept, strict=True)]
         rows = rows_of(self._tables.get(message.partition), groups, kept)
@@ -494,9 +502,17 @@ class GroupPools:
 
     # time
 
+    def next_deadline(self) -> float | None:
+        """When the first lease, or the time of the first attempt, is over."""
+        firsts = (self._deadlines.first(), self._term_ends.first())
+        return min((first[0] for first in firsts if first is not None), default=None)
+
     def expire(self, now: float) -> None:
-        """End the leases and answer the requests whose time is up; tell others what they wait for."""
-        while (first := self.deadlines.first()) is not None and first[0] <= now:
+        """End the leases and attempts, and answer the requests, whose time is up; tell others what they wait for."""
+        while (first := self._term_ends.first()) is not None and first[0] <= now:
+            term = self._terms.pop(first[1])
+            self._give_up(partial(m.FailSlots, kind="infra"), term.partition, term.attempts)
+        while (first := self._deadlines.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
         self._left(answer_waiting(self.parked, self._outbox, now, "", self.reason))
@@ -547,7 +563,9 @@ class GroupPools:
         for one in self.pools.values():  # somebody may still have an attempt or a ticket of it
             self.used.retire(one.state.next_ticket, one.state.next_attempt)
         self._leases.clear()
-        self.deadlines.clear()
+        self._deadlines.clear()
+        self._terms.clear()
+        self._term_ends.clear()
         self._holdings.clear()
         self._consumed_at.clear()
         self.pools = pools

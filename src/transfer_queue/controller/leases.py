@@ -271,16 +271,16 @@ class Leases:
 
 def check_lease(lease_s: float) -> None:
     """`InvalidInput` unless `lease_s` is a number of seconds, 0 or more."""
-    _check_seconds("lease_s", lease_s)
+    check_seconds("lease_s", lease_s)
 
 
 def check_attempt(delay_s: float, reason: str) -> None:
     """`InvalidInput` unless `delay_s` is a number of seconds, 0 or more, and the reason is short."""
-    _check_seconds("delay_s", delay_s)
+    check_seconds("delay_s", delay_s)
     if len(reason) > MAX_REASON:
         raise InvalidInput(f"a reason of {len(reason)} characters, at most {MAX_REASON}")
 
 
-def _check_seconds(name: str, value: float) -> None:
+def check_seconds(name: str, value: float) -> None:
     if math.isnan(value) or not 0 <= value < MAX_LEASE_S:
         raise InvalidInput(f"{name} {value}: expected seconds, 0 or more")

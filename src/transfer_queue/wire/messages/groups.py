@@ -69,12 +69,13 @@ class OpenGroup(Request):
 
 class ClaimSlots(Request):
     """Up to `count` idle slots, of one group or of all, whose attempts begin now (`SlotsClaimed`); parks until there is
-    one. They fail with the session."""
+    one. They fail with the session, and after `attempt_s` (0: however long they take)."""
 
     partition: str
     count: int
     group: str | None
     timeout_s: Seconds
+    attempt_s: Seconds = 0.0
 
 
 class StartSlots(Request):
