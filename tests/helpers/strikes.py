@@ -118,8 +118,12 @@ def struck_as_it_waits(action: Callable[[], Any], what: str) -> None:
         until(waits, "the main thread waits")
         signal.pthread_kill(main, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest ignore it
     striker = threading.Thread(target=strike)
     striker.start()
-    with pytest.raises(KeyboardInterrupt):
-        act()
-    striker.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        striker.join()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -173,7 +173,8 @@ class Child:
     def send_signal(self, number: signal.Signals) -> None:
         """Does nothing to a child that has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it was collected just now
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
