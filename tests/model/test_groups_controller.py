@@ -467,7 +467,7 @@ def test_a_pool_that_is_discarded_takes_its_rows_leases_and_waiters_along() -> N
     assert box.rows() == kept
     with pytest.raises(LeaseExpired):
         box.ask(m.AckGroups, lease, None, True)
-    assert box.controller.state.groups.next_deadline() is None
+    assert all(one.first() is None for one in box.controller.state.groups.deadlines)
 
 
 def test_what_somebody_still_has_of_a_removed_pool_means_nothing_in_the_next_one() -> None:

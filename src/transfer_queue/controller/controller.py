@@ -177,7 +177,8 @@ class Controller:
 
     def next_deadline(self) -> float | None:
         terms = (self._leases.next_deadline(), self._redelivery.next_deadline(), self.locks.next_deadline())
-        deadlines = [*terms, self.groups.next_deadline(), *(lot.next_deadline() for lot in self._lots)]
+        groups = [first[0] for one in self.groups.deadlines if (first := one.first()) is not None]
+        deadlines = [*terms, *groups, *(lot.next_deadline() for lot in self._lots)]
         return min((d for d in deadlines if d is not None), default=None)
 
     def expire(self, now: float) -> None:

@@ -64,8 +64,8 @@ OUTCOMES = (  # nobody asks for them
 
 
 class GroupPools:
-    """All pools of a service. Answers to parked requests go to `outbox`. `clear` removes rows of a partition. `rules`
-    carry out what lasts. `now`: the time of the event that is handled."""
+    """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases and attempts end.
+    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
 
     def __init__(
         self,
@@ -86,9 +86,10 @@ class GroupPools:
         self._unreceived = unreceived
         self._versions = versions
         self._leases: dict[int, GroupLease] = {}
-        self._deadlines = Deadlines(self._leases)
+        self._lease_ends = Deadlines(self._leases)
         self._terms: dict[int, AttemptTerm] = {}
         self._term_ends = Deadlines(self._terms)
+        self.deadlines = (self._lease_ends, self._term_ends)
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self._consumed_at: dict[tuple[str, str], float] = {}
@@ -363,7 +364,7 @@ class GroupPools:
         if groups:
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
-            self._deadlines.add(lease.number)
+            self._lease_ends.add(lease.number)
             self._unreceived.add(session, message.rid, GroupGrant(message.partition, lease=lease.number))
         lent = [lent_group(pool, *one, held) for one, held in zip(found, kept, strict=True)]
         rows = rows_of(self._tables.get(message.partition), groups, kept)
@@ -502,17 +503,12 @@ class GroupPools:
 
     # time
 
-    def next_deadline(self) -> float | None:
-        """When the first lease, or the time of the first attempt, is over."""
-        firsts = (self._deadlines.first(), self._term_ends.first())
-        return min((first[0] for first in firsts if first is not None), default=None)
-
     def expire(self, now: float) -> None:
         """End the leases and attempts, and answer the requests, whose time is up; tell others what they wait for."""
         while (first := self._term_ends.first()) is not None and first[0] <= now:
             term = self._terms.pop(first[1])
             self._give_up(partial(m.FailSlots, kind="infra"), term.partition, term.attempts)
-        while (first := self._deadlines.first()) is not None and first[0] <= now:
+        while (first := self._lease_ends.first()) is not None and first[0] <= now:
             lease = self._leases[first[1]]
             self._release(lease, list(lease.names))
         self._left(answer_waiting(self.parked, self._outbox, now, "", self.reason))
@@ -563,7 +559,7 @@ class GroupPools:
         for one in self.pools.values():  # somebody may still have an attempt or a ticket of it
             self.used.retire(one.state.next_ticket, one.state.next_attempt)
         self._leases.clear()
-        self._deadlines.clear()
+        self._lease_ends.clear()
         self._terms.clear()
         self._term_ends.clear()
         self._holdings.clear()
