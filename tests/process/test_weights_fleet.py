@@ -30,6 +30,20 @@ from transfer_queue.weights.transport import registry
 Start = Callable[..., Site]
 
 
+def sending_until(here: Site, condition: Callable[[], bool], what: str) -> int:
+    """Send one version after the other; the seed of the last one."""
+    seed = 1
+
+    def is_so() -> bool:
+        nonlocal seed
+        seed += 1
+        here.send(seed)
+        return condition()
+
+    until(is_so, what, 10)
+    return seed
+
+
 @pytest.fixture
 def site() -> Iterator[Start]:
     made: list[Site] = []
@@ -201,16 +215,8 @@ def test_a_replica_that_versions_overtake_on_its_way_to_each_is_taken_along_by_t
 
     late.hooks["init_weight_transfer_engine"] = wait_for_a_newer_version  # whenever its own thread brings it one
     here.fleet.join("late", late)
-    seed = 1
-
-    def is_ready() -> bool:
-        nonlocal seed
-        seed += 1
-        here.send(seed)
-        return bool(here.fleet.ready() == ["a", "late"])
-
-    until(is_ready, "the replica's turn", 10)
-    assert set(here.roots().values()) == {expected(seed)}
+    newest = sending_until(here, lambda: here.fleet.ready() == ["a", "late"], "the replica's turn")
+    assert set(here.roots().values()) == {expected(newest)}
     assert not late.gate.is_paused()
 
 
@@ -229,17 +235,9 @@ def test_a_replica_that_is_too_slow_for_a_version_holds_up_one_of_them_only(site
 
     late.hooks["start_weight_update"] = begin
     here.fleet.join("late", late)
-    seed = 1
-
-    def was_taken_along() -> bool:
-        nonlocal seed
-        seed += 1
+    newest = sending_until(here, lambda: bool(begun), "a round with it")
+    for seed in range(newest + 1, newest + 21):
         here.send(seed)
-        return bool(begun)
-
-    until(was_taken_along, "a round with it", 10)
-    for _ in range(20):
-        was_taken_along()
     assert here.fleet.ready() == ["a"]
     assert len(begun) == 1
     late.hooks.clear()
