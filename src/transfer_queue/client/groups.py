@@ -222,9 +222,9 @@ class GroupOperations:
         do `attempt_s` later (default: never) where there is no result, as of a process that is frozen or stuck. Raises
         `DeadlineExceeded`, `GroupEnded`, `InvalidInput`.
         """
+        if attempt_s == 0:  # which would say that it may take for ever
+            raise InvalidInput("attempt_s=0: an attempt takes more than 0 seconds")
         wait_s = yield from _taking(self, timeout_s)
-        if attempt_s is not None and attempt_s <= 0:
-            raise InvalidInput(f"attempt_s={attempt_s!r}: an attempt takes more than 0 seconds")
         reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, attempt_s or 0.0, wait_s=wait_s))[0]
         return [
             SlotAttempt(one.group, one.slot, one.attempt, one.source, one.start, one.target, one.prompt)

@@ -586,6 +586,7 @@ class GroupPools:
             check_pool(pool, leases, held, self._tables.get(partition))
             assert sum(one.refills.get(partition, 0) for one in self._holdings.values()) <= pool.state.owed
         assert {one.partition for one in self._leases.values()} <= self.pools.keys()
+        assert {one.partition for one in self._terms.values()} <= self.pools.keys()
         assert {one.message.partition for one in self.parked} <= self.pools.keys()
         held_of = {name for one in self._holdings.values() for name in (*one.tickets, *one.attempts, *one.refills)}
         assert held_of <= self.pools.keys()
