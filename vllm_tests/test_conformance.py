@@ -76,6 +76,7 @@ def subject(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFacto
         generate, lambda: int(server.ask("GET", "/load")[1]["server_load"]),
         lambda: int(metric("vllm:generation_tokens_total")), typed=False, world_size=(1, 1), steps=300, long=LONG,
         holds=True, known_as=lambda name: f"cmpl-{name}-0",
+        num_begun=lambda: int(metric("vllm:time_to_first_token_seconds_count")),
     )  # fmt: skip
     found.good("POST", "/init_weight_transfer_engine", {"init_info": found.init_info})
     yield found

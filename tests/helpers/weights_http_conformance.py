@@ -31,7 +31,8 @@ class Said(NamedTuple):
 class Subject:
     """The server under test. `make(n)` gives the parts of an update to version n, each higher than the one before;
     `bad(n)` updates that must be refused, by name; `generate(num_steps, request_id)` blocks until
-    the answer; `num_running` requests are within, `num_steps` were made since the server began."""
+    the answer; `num_running` requests are within, `num_steps` were made since the server began, and `num_begun`
+    requests have had their first: None where those within are those that take steps."""
 
     def __init__(
         self, url: str, token: str, init_info: dict[str, Any], make: Callable[[int], Update],
@@ -39,6 +40,7 @@ class Subject:
         num_steps: Callable[[], int], *, typed: bool = True, may_reset: bool = True,
         world_size: tuple[int, int] = (6, 2),
         steps: int = 600, long: int = 100_000, holds: bool = False, known_as: Callable[[str], str] = str,
+        num_begun: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         self.url, self.token, self.init_info = url, token, init_info
         self.make, self.bad, self.generate = make, bad, generate
@@ -47,6 +49,7 @@ class Subject:
         self.steps, self.long = steps, long  # of a request that a pause can meet, and of one that somebody has to end
         self.holds = holds  # new requests while paused (vLLM 0.32 does) instead of refusing them with 503
         self.known_as = known_as  # what the server calls a request
+        self.num_begun = num_begun
         self.numbers = itertools.count(1)
         self.version = 0
 
@@ -122,10 +125,14 @@ class Load:
         subject.good("POST", "/pause?mode=keep")  # so that all begin together
         self._threads = ThreadPoolExecutor(count)
         names = [f"load-{next(_names)}" for _ in range(count)]
+        num_begun = subject.num_begun
+        before = num_begun() if num_begun else 0
         self.calls = [self._threads.submit(subject.generate, num_steps, name) for name in names]
         self.names = names
         until(lambda: subject.num_running() >= count, "that all requests run")
         subject.good("POST", "/resume")
+        if num_begun:  # a pause can meet some in a queue, where vLLM lets them wait for the end of it
+            until(lambda: num_begun() >= before + count, "that all requests have begun")
 
     def ends(self) -> list[Said]:
         found = [call.result(60) for call in self.calls]
