@@ -202,7 +202,7 @@ def _prepared(engine: str, name: str) -> dict[str, Any]:
     if name == "0.1.11":
         import ray
 
-        ray.init(num_cpus=16, include_dashboard=False)
+        ray.init(address="local", num_cpus=16, include_dashboard=False)
         return _of_peer(engine)
     if engine == "RayStore":
         from bench.engines_raw import ray_here

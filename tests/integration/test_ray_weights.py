@@ -28,7 +28,7 @@ from transfer_queue.integrations.vllm.ray_client import RayActorClient
 from transfer_queue.integrations.vllm.trainer import FactoryInfo, FactoryTrainer, client_for
 from transfer_queue.weights import StateDictSource
 vllm_actors.pretend_vllm()
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 
 def said(kind, call):
     try:

@@ -93,7 +93,7 @@ class WeightServer:
         self._lock = threading.Lock()
         self._noted = threading.Condition()
         self._outcomes: list[Outcome] = []
-        self.num_served_nbytes = 0  # of buckets
+        self.num_served_nbytes = 0  # of buckets; whoever has one whole finds it counted
         self._visitors = Visitors(listening, self._serve, "tq-weights-serve", max_peers)
 
     def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
@@ -113,7 +113,7 @@ class WeightServer:
     def _serve(self, sock: socket.socket, where: object, enter: Callable[[], None]) -> None:
         del where
         stream = p.stream_over(sock, p.decode_client, "a peer")
-        visit = _Visit(stream, self._store, self._wants, self._ranks, self._tracker)
+        visit = _Visit(stream, self._store, self._wants, self._ranks, self._tracker, self._count)
         try:
             if sock.family == socket.AF_UNIX:
                 if peer_uid(sock) not in (os.getuid(), 0):
@@ -127,16 +127,17 @@ class WeightServer:
                 message, payload = visit.stream.receive(None, most)
                 if isinstance(message, p.OutcomeMessage):
                     self._note(message)
-                nbytes = visit.answer(message, payload)
+                visit.answer(message, payload)
                 if isinstance(message, p.RankMessage) and self._ranks is not None:
                     self._ranks.told(visit)
-                if isinstance(message, p.GetBucket):
-                    with self._lock:
-                        self.num_served_nbytes += nbytes
         except (TransferQueueError, OSError) as error:
             log.debug("a peer left: %s", error)
         finally:
             visit.end()
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.num_served_nbytes += nbytes
 
     def _note(self, message: p.OutcomeMessage) -> None:
         try:
@@ -158,15 +159,17 @@ class _Visit:
         wants: WantTables | None,
         ranks: RankMeeting | None,
         tracker: Tracker | None,
+        count: Callable[[int], None],
     ) -> None:
         self.stream = stream
         self._store = store
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
+        self._count = count  # of the bytes of buckets
         self._rank: int | None = None  # of the trainer, if that is who came
         self._give_back: list[Callable[[], None]] = []
 
-    def answer(self, message: m.Message, came: memoryview) -> int:
-        """The bytes of what was asked for, once they are sent; 0 after a refusal."""
+    def answer(self, message: m.Message, came: memoryview) -> None:
+        """What was asked for, or why not."""
         payload: memoryview | bytes = b""
         fd = None
         try:
@@ -197,13 +200,17 @@ class _Visit:
         except Exception as error:  # noqa: BLE001 the peer is told, and goes elsewhere
             typed = as_typed(error)
             self.stream.send(m.Failed(0, typed.code, cut_text(str(typed))), SEND_TIMEOUT_S)
-            return 0
+            return
+        num_served = len(payload) if isinstance(message, p.GetBucket) else 0
+        self._count(num_served)  # before the peer can have it
         try:
             self.stream.send(p.Sent(), SEND_TIMEOUT_S + len(payload) / SLOWEST_LINK, payload, fd)
+        except BaseException:
+            self._count(-num_served)
+            raise
         finally:
             if fd is not None:
                 os.close(fd)
-        return len(payload)
 
     def _assigned(self, tracker: Tracker, message: p.NextBucket) -> Assignment:
         return tracker.ask(self, message.key, message.name, message.came, message.timeout_s)
