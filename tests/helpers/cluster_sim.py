@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import random
 import secrets
 import sys
@@ -95,13 +96,13 @@ class Node:
         server._former.append((server.connection_limit, server.turns, server._timer))
         server.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         server.turns = Turns()
-        server._timer, server._tidying = None, False
+        server._timer, server._looks_at, server._tidying = None, math.inf, False
         server.role.start_over(now)
         server.service.takeovers += 1
         if isinstance(server.role, StorageNode):
             self._forget_replies()
             self.world.loop.create_task(server.role.stay())
-        ReturningSessions(server.service, server.deliver).expect_all(now)
+        ReturningSessions(server.service, lambda: now, server.deliver).expect_all()
         server.deliver()
 
     def _forget_replies(self) -> None:

@@ -225,6 +225,8 @@ class Simulation:
             self._detach()
         elif choose() < 0.07:
             self.service.expire(self._now)
+        elif choose() < 0.02:
+            self.service.controller.postpone(0.5)
         elif choose() < 0.05:
             self.service.tidy()
         elif choose() < 0.1:

@@ -117,7 +117,7 @@ class Place:
         if not message.rid:
             message = msgspec.structs.replace(message, rid=self.rid)
         if isinstance(message, UNIT_REQUESTS):
-            return self.head.of_unit(message, "host", Line())
+            return self.head.of_unit(message, "host", Line(), self.now)
         session = session or self.session
         if payload:
             into = self.service.blocks.destination(message, len(payload), session)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from conftest import freeze
+from conftest import freeze, until
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -260,6 +262,22 @@ def test_the_rows_of_a_killed_consumer_come_back_at_once(
     assert not set(held) & set(rest.global_indexes)
     consumer.kill()
     assert client.get_meta(["x"], 4, "p", task_name="t", timeout_s=10).global_indexes == held
+
+
+def test_a_server_that_stood_still_reads_what_came_before_leases_end(client: tq.TransferQueueClient) -> None:
+    put(client, 4)
+    meta = client.get_meta(["x"], 4, "p", task_name="t", timeout_s=0, lease_s=0.5)
+    client.overview()  # its turn with the lease is over
+    server, since = client.session.server_pid, time.monotonic()
+    with ThreadPoolExecutor(1) as threads:
+        freeze(server)
+        try:
+            renewing = threads.submit(client.renew, meta, 600)
+            until(lambda: time.monotonic() > since + 2, "the end of the lease, more than a second ago")
+        finally:
+            os.kill(server, signal.SIGCONT)
+        assert renewing.result() == 4
+    assert client.ack(meta) == 0
 
 
 def test_a_frozen_consumer_is_fenced(client: tq.TransferQueueClient, child: Callable[[str], Any]) -> None:

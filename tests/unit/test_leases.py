@@ -53,6 +53,16 @@ def test_a_partial_ack_leaves_the_rest_on_the_lease() -> None:
     assert box.fetch(3) == rows[1:]
 
 
+def test_a_lease_lasts_longer_by_the_time_in_which_nobody_was_heard() -> None:
+    box, rows = filled(2)
+    lease, _ = box.lend(2)
+    box.controller.postpone(5.0)
+    box.expire(14.9)
+    assert box.renew(lease, 0.0) == 2
+    box.expire(15.0)
+    assert box.fetch(2) == rows
+
+
 def test_an_expired_lease_is_refused_and_its_rows_wake_who_waits() -> None:
     box, rows = filled(2)
     lease, _ = box.lend(2)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
+from transfer_queue.controller.block_index import NO_BLOCK
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
@@ -48,7 +49,6 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
-NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -89,11 +89,13 @@ class Controller:
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
         self._fleets = ReportedFleets()
         self._departures = Departures()
+        self._terms = (self._leases.deadlines, self.locks.deadlines, *state.groups.deadlines)  # of all that is lent
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
-            m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
+            m.Announce: lambda message: self.groups.announced(self.staleness.announce(message)),
+            m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
         self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
         admits = self.staleness.admissions.parked
@@ -176,10 +178,13 @@ class Controller:
             lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
-        terms = (self._leases.next_deadline(), self._redelivery.next_deadline(), self.locks.next_deadline())
-        groups = [first[0] for one in self.groups.deadlines if (first := one.first()) is not None]
-        deadlines = [*terms, *groups, *(lot.next_deadline() for lot in self._lots)]
-        return min((d for d in deadlines if d is not None), default=None)
+        owners = (*self._terms, self._redelivery, self.locks, *self._lots)
+        return min((d for d in (owner.next_deadline() for owner in owners) if d is not None), default=None)
+
+    def postpone(self, by_s: float) -> None:
+        """What is lent ends so much later: nobody could renew it."""
+        for deadlines in self._terms:
+            deadlines.postpone(by_s)
 
     def expire(self, now: float) -> None:
         """End the leases and answer the parked requests whose deadline has come; tell others what is missing."""
@@ -344,10 +349,7 @@ class Controller:
             raise InvalidInput("a field occurs twice")
         if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
             raise InvalidInput("replaced tags that are not there")
-        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
-            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
-        if message.block in self.block_index.entries:
-            raise InvalidInput(f"block {message.block} is published already")
+        self.block_index.check(message.block, len(message.fields))
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
@@ -388,9 +390,6 @@ class Controller:
             table = self._open(message.partition, len(message.keys))
         slots = self._rows_of_keys(table, message.keys, message.create)
         return row_set(message.rid, table, slots, table.common_fields(slots))
-
-    def _announce(self, message: m.Announce) -> m.Reply:
-        return self.groups.announced(self.staleness.announce(message))
 
     def _set_tags(self, message: m.SetTags) -> m.Reply:
         indexes = indexes_of(message.rows)

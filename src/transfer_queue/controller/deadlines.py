@@ -41,5 +41,14 @@ class Deadlines:
                 return deadline, number
         return None
 
+    def next_deadline(self) -> float | None:
+        first = self.first()
+        return None if first is None else first[0]
+
+    def postpone(self, by_s: float) -> None:
+        for term in self._live.values():
+            term.deadline += by_s
+        self._heap = [(deadline + by_s, number) for deadline, number in self._heap]  # in the order they were in
+
     def clear(self) -> None:
         self._heap.clear()

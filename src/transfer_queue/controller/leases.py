@@ -84,7 +84,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._ended_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
-        self._deadlines = Deadlines(self._leases)
+        self.deadlines = Deadlines(self._leases)
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class Leases:
         else:
             lease = Lease(next(self._numbers), table.name, name, table.index[fresh], self.now + lease_s)
             self._leases[lease.number] = lease
-            self._deadlines.add(lease.number)
+            self.deadlines.add(lease.number)
             task.lend(fresh, lease.number)
         lease.deadline = max(lease.deadline, self.now + lease_s)
         lease.holders[holder] = lease.holders.get(holder, 0) + 1
@@ -211,7 +211,7 @@ class Leases:
 
     def clear(self) -> None:
         """All leases are over. The rows are the caller's to offer."""
-        for everything in (self._leases, self._ended_ones, self._held, self._deadlines):
+        for everything in (self._leases, self._ended_ones, self._held, self.deadlines):
             everything.clear()
 
     def end_session(self, session: bytes, attempt: FailedAttempt | None) -> None:
@@ -222,14 +222,9 @@ class Leases:
             if not lease.holders:
                 self._end(lease, attempt)
 
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of a lease."""
-        first = self._deadlines.first()
-        return None if first is None else first[0]
-
     def expire(self) -> None:
         """End the leases whose time is up."""
-        while (first := self._deadlines.first()) is not None and first[0] <= self.now:
+        while (first := self.deadlines.first()) is not None and first[0] <= self.now:
             self._end(self._leases[first[1]], FailedAttempt(EXPIRED))
 
     def _end(self, lease: Lease, attempt: FailedAttempt | None = None) -> None:

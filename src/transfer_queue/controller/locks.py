@@ -50,7 +50,7 @@ class Locks:
         self._waiting: dict[Hashable, Claim] = {}  # by ticket
         self._turn: list[Claim] = []  # of those, the ones that have their keys and are about to be told
         self._of_session: dict[bytes, dict[int, None]] = {}
-        self._deadlines = Deadlines(self._held)
+        self.deadlines = Deadlines(self._held)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -96,7 +96,7 @@ class Locks:
         claim.number, claim.since, claim.deadline = self._number, now, now + message.lease_s
         self._held[claim.number] = claim
         self._of_session.setdefault(session, {})[claim.number] = None
-        self._deadlines.add(claim.number)
+        self.deadlines.add(claim.number)
         self._unreceived.add(session, message.rid, LockGrant(claim.number))
         return m.Locked(message.rid, claim.number)
 
@@ -135,8 +135,7 @@ class Locks:
         """When a lease ends or somebody who waits has to be answered or told something."""
         if self._turn:
             return 0.0
-        first = self._deadlines.first()
-        deadlines = (None if first is None else first[0], self.parked.next_deadline())
+        deadlines = (self.deadlines.next_deadline(), self.parked.next_deadline())
         return min((one for one in deadlines if one is not None), default=None)
 
     def expire(self, now: float) -> None:
@@ -154,7 +153,7 @@ class Locks:
         self._grant_due(now)
 
     def _end_leases(self, now: float) -> None:
-        while (first := self._deadlines.first()) is not None and first[0] <= now:
+        while (first := self.deadlines.first()) is not None and first[0] <= now:
             self.release(first[1])
 
     def forget(self, tickets: set[Hashable]) -> None:

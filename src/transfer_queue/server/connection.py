@@ -63,6 +63,7 @@ class Listener(Protocol):
     def welcome(self, local: bool) -> m.Welcome: ...
     def of_unit(self, message: m.Request, host: str, line: ServerConnection) -> m.Reply: ...
     def deliver(self) -> None: ...
+    def now(self) -> float: ...
     def stop(self) -> None: ...
 
 
@@ -198,8 +199,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._server.service.unit.forget(self._reception.nonce)
         if self._session is not None:
             ended = error is None or isinstance(error, ConnectionError)  # else its host may be cut off
-            self._server.service.members.left(self, time.monotonic(), ended)
-            self._server.service.detach(self._session, self._tickets, time.monotonic())
+            now = self._server.now()
+            self._server.service.members.left(self, now, ended)
+            self._server.service.detach(self._session, self._tickets, now)
             self._server.deliver()
 
     def _hear_the_last(self, session: ServerSession) -> None:
@@ -235,7 +237,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _told(self, message: m.Message, session: ServerSession) -> None:
         if isinstance(message, m.Cancel):
             session.call_off(message.rid, self._number)
-            self._server.service.controller.expire(time.monotonic())  # as before the end of a session
+            self._server.service.controller.expire(self._server.now())  # as before the end of a session
         self._server.service.notify(message, session)
 
     def _destination(self, message: m.Message, nbytes: int) -> memoryview:
@@ -322,7 +324,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             elif for_units:
                 answer = (self._of_unit(message), ())
             else:
-                answer = self._server.service.handle(message, payload, session, ticket, time.monotonic())
+                answer = self._server.service.handle(message, payload, session, ticket, self._server.now())
         except Exception:
             log.exception("%s failed", type(message).__name__)
             answer = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +96,7 @@ class ControllerNode:
             text = f"{len(missing)} blocks are not in it, and with them are lost {told}"
             log.error("storage unit %d: its journal is not of the same time as this one: %s", unit_of(missing[0]), text)
 
-    def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
+    def of_unit(self, message: m.Request, host: str, line: UnitConnection, now: float) -> m.Reply:
         """The reply to a storage unit of another host, which connects from `host`."""
         unit = self.members.of_line(line)
         try:
@@ -107,7 +106,7 @@ class ControllerNode:
                 case m.Join(address=address):
                     where = _bracketed(host) * address.startswith(":") + address
                     self.members.refuse_second(message, where)
-                    self.controller.expire(time.monotonic())  # rows are ready again: leases of who gets them begin now
+                    self.controller.expire(now)  # rows are ready again: leases of who gets them begin now
                     self._give_up_missing(message)
                     joined = self.members.join(message, where, line)
                     self.service.apply_outcomes()

@@ -230,6 +230,9 @@ class ControllerProxy:
     def expire(self, now: float) -> None:
         """Deadlines are kept by the connections."""
 
+    def postpone(self, by_s: float) -> None:
+        """As little as they end here."""
+
     def next_deadline(self) -> float | None:
         return None
 

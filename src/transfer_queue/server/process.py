@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -62,6 +63,8 @@ log = logging.getLogger("transfer_queue.server")
 
 REOPEN_S = 1.0  # between two attempts to open an engine in place of the server that was killed
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
+STOOD_STILL_S = 1.0  # who looks after a deadline so late did nothing meanwhile
+READING_S = 1.0  # what came meanwhile is read within
 
 
 class Server:
@@ -101,7 +104,8 @@ class Server:
         self._metrics_port = config.metrics_port or 0  # the one it got, from then on
         self._stopped: asyncio.Event
         self._timer: asyncio.TimerHandle | None = None
-        self._wake_at = 0.0
+        self._wake_at = 0.0  # the next deadline
+        self._looks_at = math.inf  # when it is looked after; it may be in the past
         self._tidying = False
         self._recent_peak = 0
         self._former: list[object] = []  # what servers before this one had that leads nowhere
@@ -215,10 +219,10 @@ class Server:
             background.append(loop.create_task(self._linger(self.config.linger_s)))
         if isinstance(self.role, StorageNode):
             background.append(loop.create_task(self.role.stay()))
-        returning = ReturningSessions(self.service, self.deliver)
+        returning = ReturningSessions(self.service, self.now, self.deliver)
         try:
             if announce is None:
-                returning.expect_all(time.monotonic())
+                returning.expect_all()
             servers = await self.listening.serve(loop, self._local, self._remote)
             watch = self._watch_owner(loop)
             host_registry.leave(self._entry)  # of the server that was killed
@@ -326,6 +330,7 @@ class Server:
         self.turns = Turns()
         self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
+        self._looks_at = math.inf
         self.role.start_over(now)
         self.service.takeovers += 1
         for arena in self.service.unit.shm.arenas:
@@ -404,7 +409,7 @@ class Server:
         return Welcome(os.getpid(), door, json.dumps(config).encode(), *self.service.life)
 
     def of_unit(self, message: Request, host: str, line: UnitConnection) -> Reply:
-        return self.role.of_unit(message, host, line)
+        return self.role.of_unit(message, host, line, self.now())
 
     def deliver(self) -> None:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
@@ -422,13 +427,23 @@ class Server:
             return
         if self._timer is not None:
             self._timer.cancel()
-        delay = max(0.0, deadline - time.monotonic())
-        self._wake_at = deadline
-        self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+        now = time.monotonic()
+        self._wake_at, self._looks_at = deadline, max(deadline, now)
+        self._timer = asyncio.get_running_loop().call_later(self._looks_at - now, self._expire)
+
+    def now(self) -> float:
+        """The time of an event. Where this process stood still (SIGSTOP, a machine that swaps), what came meanwhile is
+        yet to be read, renewals of leases among it: their ends are put off until it is."""
+        now = time.monotonic()
+        if now - self._looks_at > STOOD_STILL_S:
+            for owner in (self.service.controller, self.service.members, self.service.sessions):
+                owner.postpone(now - self._looks_at + READING_S)
+            self._looks_at = math.inf
+        return now
 
     def _expire(self) -> None:
-        self._timer = None
-        self.service.expire(time.monotonic())
+        now, self._timer = self.now(), None
+        self.service.expire(now)
         self.deliver()
 
     def _tidy(self) -> None:

@@ -146,6 +146,10 @@ class Sessions:
     def next_deadline(self) -> float | None:
         return next(iter(self._away.values()), None)
 
+    def postpone(self, by_s: float) -> None:
+        for ident in self._away:
+            self._away[ident] += by_s
+
     def expired(self, now: float) -> list[ServerSession]:
         """Remove and return those that did not come back in time."""
         found = []

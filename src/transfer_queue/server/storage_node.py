@@ -232,7 +232,7 @@ class StorageNode:
             self.service.journal.copied(block, target)
         return await self._moved(block, target, rows)
 
-    def of_unit(self, message: m.Request, host: str, line: UnitConnection) -> m.Reply:
+    def of_unit(self, message: m.Request, host: str, line: UnitConnection, now: float) -> m.Reply:
         return m.Failed(message.rid, InvalidInput.code, f"units join the controller at {self._controller}")
 
     async def _ask(self, request: m.Request) -> m.Reply:

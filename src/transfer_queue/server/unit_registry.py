@@ -172,6 +172,10 @@ class UnitRegistry:
         deadlines = (one.deadline for one in self._members.values())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
+    def postpone(self, by_s: float) -> None:
+        for member in self._members.values():
+            member.left_at += by_s
+
     def expire(self, now: float) -> None:
         for member in [one for one in self._members.values() if one.is_due(now)]:
             member.is_expected = False

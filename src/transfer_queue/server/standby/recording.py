@@ -120,6 +120,10 @@ class RecordingController(Controller):
         self.recorder.note(r.Expired(now))
         super().expire(now)
 
+    def postpone(self, by_s: float) -> None:
+        self.recorder.note(r.Postponed(by_s))
+        super().postpone(by_s)
+
     def tidy(self) -> None:
         self.recorder.note(r.Tidied())
         super().tidy()

@@ -51,6 +51,10 @@ class Expired(_Record, tag=4):
     now: float
 
 
+class Postponed(_Record, tag=28):
+    by_s: float
+
+
 class Tidied(_Record, tag=5):
     pass
 
@@ -232,7 +236,7 @@ class BlockCopied(_Record, tag=23):
 
 
 Record: TypeAlias = (
-    Requested | Forgotten | AnswerReceived | TakenBack | Expired | Tidied | Relocated | RowsGathered
+    Requested | Forgotten | AnswerReceived | TakenBack | Expired | Postponed | Tidied | Relocated | RowsGathered
     | UnitHidden | UnitLost | BlocksLost | Attached | Detached | Ended
     | ArenaOpened | Placed | PlacedInEngine | BlockGiven | Published | Dropped | BlockPinned | BlockUnpinned | Vacated
     | CommitHeld | CommitReleased | CommitDone | Doubted

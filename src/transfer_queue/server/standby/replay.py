@@ -179,8 +179,8 @@ class ControllerReplay:
         self._unit = service.unit
         self.rules: Rules = {
             r.Requested: self._requested, r.Forgotten: self._forgotten, r.AnswerReceived: self._received,
-            r.TakenBack: self._taken_back, r.Expired: self._expired, r.Tidied: self._tidied,
-            r.Relocated: self._relocated, r.RowsGathered: self._gathered,
+            r.TakenBack: self._taken_back, r.Expired: self._expired, r.Postponed: self._postponed,
+            r.Tidied: self._tidied, r.Relocated: self._relocated, r.RowsGathered: self._gathered,
             r.UnitHidden: self._unit_hidden, r.UnitLost: self._unit_lost, r.BlocksLost: self._blocks_lost,
             r.SamplerHeard: self._sampler_heard,
             r.Ended: self._ended, r.UnitJoined: self._unit_joined, r.CommitsResolved: self._commits_resolved,
@@ -258,6 +258,9 @@ class ControllerReplay:
     def _expired(self, record: r.Expired) -> None:
         self._controller.expire(record.now)
         self._drain()
+
+    def _postponed(self, record: r.Postponed) -> None:
+        self._controller.postpone(record.by_s)
 
     def _tidied(self, record: r.Tidied) -> None:
         self._controller.tidy()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 
 from transfer_queue.server.service import Service
@@ -18,14 +17,15 @@ MAX_WATCHES = 1024  # each takes a descriptor, of which connections need theirs
 
 
 class ReturningSessions:
-    """`ended` is called when one will not come back."""
+    """`ended` is called when one will not come back; `now` is the time of events of `service`."""
 
-    def __init__(self, service: Service, ended: Callable[[], None]) -> None:
+    def __init__(self, service: Service, now: Callable[[], float], ended: Callable[[], None]) -> None:
         self._service = service
+        self._now = now
         self._ended = ended
         self._watches: dict[int, list[ServerSession]] = {}  # by the descriptor of the process (pidfd_open(2))
 
-    def expect_all(self, now: float) -> None:
+    def expect_all(self) -> None:
         """Every session there is. Those of other hosts, and those whose process cannot be watched, have a while."""
         of_process: dict[int, list[ServerSession]] = {}
         for session in list(self._service.sessions.by_ident.values()):
@@ -34,7 +34,7 @@ class ReturningSessions:
             if pid and len(self._watches) < MAX_WATCHES and self._watch(pid, sessions):
                 continue
             for session in sessions:
-                self._service.sessions.await_return(session, now)
+                self._service.sessions.await_return(session, self._now())
 
     def _watch(self, pid: int, sessions: list[ServerSession]) -> bool:
         """Whether the process is watched, or has ended and its sessions with it."""
@@ -53,7 +53,7 @@ class ReturningSessions:
     def _process_ended(self, watch: int) -> None:
         sessions = self._watches.pop(watch)
         self._let_go(watch)
-        self._service.expire(time.monotonic())
+        self._service.expire(self._now())
         for session in sessions:
             known = self._service.sessions.by_ident.get(session.ident)
             if known is session and not session.connections:
