@@ -189,6 +189,20 @@ def test_the_login_lets_in_who_has_the_token(client: tq.TransferQueueClient, tab
         assert "0123456789abcdef" not in tab.evaluate("location.href + document.cookie + document.body.innerHTML")
 
 
+def test_a_page_that_is_started_anew_asks_for_its_token(
+    client: tq.TransferQueueClient, tab: browser.Tab, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef-page")
+    file.chmod(0o600)
+    with page_of(str(client.address), "--token-file", str(file)) as page:
+        tab.open(f"{page.url}?token=0123456789abcdef-page")
+        shows(tab, "#status", "live")
+        port = page.host.rpartition(":")[2]
+    with page_of(str(client.address), "--token-file", str(file), "--port", port):
+        shows(tab, "form", "Token")
+
+
 def test_the_weights_of_each_replica_are_shown_where_there_are_some(
     page: RunningPage, tab: browser.Tab, client: tq.TransferQueueClient
 ) -> None:

@@ -411,10 +411,12 @@ function listen() {
   stream.addEventListener("silent", heard(value => status("bad", "no answer", "The service has not answered for " + seconds(value) + ". What is shown is from before.")));
 }
 
-function watch() {
+async function watch() {
   if (document.hidden || Date.now() - heardAt < SILENT_MS) return;
   status("bad", "no page", "The page's own process does not answer. Is it still running?");
   listen();  // a stream that was refused does not try again by itself
+  const answer = await fetch("static/page.js", { method: "HEAD", signal: AbortSignal.timeout(SILENT_MS) }).catch(() => null);
+  if (answer && answer.status === 401) location.reload();  // it was started anew, and wants its token
 }
 
 function choose(id) {
