@@ -96,7 +96,8 @@ class Node:
         server._former.append((server.connection_limit, server.turns, server._timer))
         server.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
         server.turns = Turns()
-        server._timer, server._looks_at, server._tidying = None, math.inf, False
+        server._timer, server._tidying = None, False
+        server._clock.next_look = math.inf
         server.role.start_over(now)
         server.service.takeovers += 1
         if isinstance(server.role, StorageNode):

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transfer_queue.controller.table import MAX_INDEX, Table
-from transfer_queue.errors import InvalidInput
-
-NO_BLOCK = -1
 
 
 class BlockEntry:
@@ -41,13 +38,6 @@ class BlockIndex:
         """The entry of a block with live cells; None when no row refers to it."""
         entry = self.entries.get(block)
         return entry if entry is not None and block in entry.table.blocks else None
-
-    def check(self, block: int, num_fields: int) -> None:
-        """`InvalidInput` unless rows with so many fields may be published in the block."""
-        if block < NO_BLOCK or (not num_fields and block != NO_BLOCK):
-            raise InvalidInput(f"block {block} with {num_fields} fields")
-        if block in self.entries:
-            raise InvalidInput(f"block {block} is published already")
 
     def open(self, block: int, cells: int, table: Table, group: int, first: int = 0, last: int = MAX_INDEX) -> None:
         self.entries[block] = BlockEntry(cells, table, group, first, last)

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.block_index import NO_BLOCK
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
-from transfer_queue.controller.fetch import check_fetch, row_set
+from transfer_queue.controller.fetch import check_fetch, check_insert, row_set
 from transfer_queue.controller.group_results import SortedResults, left_out, new_blocks, without_refused
 from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
@@ -35,20 +34,14 @@ from transfer_queue.controller.state import ControllerState, RowQuotaExceeded
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import Grant, GroupGrant, InsertGrant, LockGrant
 from transfer_queue.controller.watching import Watching
-from transfer_queue.errors import (
-    InvalidInput,
-    RowCleared,
-    ServiceUnavailable,
-    StoreFull,
-    TransferQueueError,
-    UnknownMode,
-)
+from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull, TransferQueueError
 from transfer_queue.sampler.base import BaseSampler, forgets_partitions
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 from transfer_queue.wire.messages.staleness import Policy
 
+NO_BLOCK = -1
 MAX_NEW_ROWS = 1 << 24
 GIVEN_UP = "was given up when another process took its unit over: nothing of it is stored, put the rows again"
 
@@ -94,8 +87,7 @@ class Controller:
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
-            m.Announce: lambda message: self.groups.announced(self.staleness.announce(message)),
-            m.ResumeStep: self._fetching.steps.resume,
+            m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
         }  # fmt: skip
         self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
         admits = self.staleness.admissions.parked
@@ -349,7 +341,10 @@ class Controller:
             raise InvalidInput("a field occurs twice")
         if not all(0 <= position < len(message.tags or ()) for position in message.replaced):
             raise InvalidInput("replaced tags that are not there")
-        self.block_index.check(message.block, len(message.fields))
+        if message.block < NO_BLOCK or (not message.fields and message.block != NO_BLOCK):
+            raise InvalidInput(f"block {message.block} with {len(message.fields)} fields")
+        if message.block in self.block_index.entries:
+            raise InvalidInput(f"block {message.block} is published already")
 
     def _target(self, message: m.Commit, table: Table | None) -> tuple[Table, Slots]:
         """Slots of the rows to write; new ones are added only once nothing can be refused any more."""
@@ -369,8 +364,7 @@ class Controller:
         return table, self._rows_of_keys(table, message.keys, create=True)
 
     def _insert(self, message: m.Insert) -> m.Reply:
-        if message.count < 1 or not message.fields:
-            raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')
+        check_insert(message)
         table = self.tables.get(message.partition) or self._open(message.partition, message.count)
         if message.alone and table.num_rows:
             abandoned = self._unreceived.abandoned(table, message.fields)
@@ -390,6 +384,9 @@ class Controller:
             table = self._open(message.partition, len(message.keys))
         slots = self._rows_of_keys(table, message.keys, message.create)
         return row_set(message.rid, table, slots, table.common_fields(slots))
+
+    def _announce(self, message: m.Announce) -> m.Reply:
+        return self.groups.announced(self.staleness.announce(message))
 
     def _set_tags(self, message: m.SetTags) -> m.Reply:
         indexes = indexes_of(message.rows)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 NO_TIME = -math.inf  # before the first event, while what lasts is carried out anew
+NO_TERM = (None, 0)
 
 
 class Term(Protocol):
@@ -42,8 +43,7 @@ class Deadlines:
         return None
 
     def next_deadline(self) -> float | None:
-        first = self.first()
-        return None if first is None else first[0]
+        return (self.first() or NO_TERM)[0]
 
     def postpone(self, by_s: float) -> None:
         for term in self._live.values():

@@ -30,7 +30,7 @@ from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.taken import TakenRows
 from transfer_queue.controller.unreceived import ConsumedGrant, Grant, LeaseGrant, Unreceived
-from transfer_queue.errors import InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError
+from transfer_queue.errors import InvalidInput, LeaseExpired, SamplerFailed, TransferQueueError, UnknownMode
 from transfer_queue.sampler.base import BaseSampler, takes
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wait_queue import Waiter, WaitQueue
@@ -564,3 +564,9 @@ def check_fetch(message: Fetch) -> None:
     check_lease(message.lease_s)
     check_limit(message.sampling)
     check_max_deliver(message.sampling)
+
+
+def check_insert(message: m.Insert) -> None:
+    """`UnknownMode`, as 0.1.11 has it, for rows that no fetch could find."""
+    if message.count < 1 or not message.fields:
+        raise UnknownMode('get_meta mode "insert" needs batch_size >= 1 and data_fields')

@@ -26,6 +26,7 @@ from transfer_queue.server.connection import ServerConnection
 from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine, reopened
+from transfer_queue.server.event_clock import EventClock
 from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.home import move_in
 from transfer_queue.server.journal.journal import DiskJournal
@@ -63,8 +64,6 @@ log = logging.getLogger("transfer_queue.server")
 
 REOPEN_S = 1.0  # between two attempts to open an engine in place of the server that was killed
 TIDY_S = 0.001  # how long others wait for work that belongs to no request
-STOOD_STILL_S = 1.0  # who looks after a deadline so late did nothing meanwhile
-READING_S = 1.0  # what came meanwhile is read within
 
 
 class Server:
@@ -105,7 +104,8 @@ class Server:
         self._stopped: asyncio.Event
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = 0.0  # the next deadline
-        self._looks_at = math.inf  # when it is looked after; it may be in the past
+        self._clock = EventClock(self._stood_still)
+        self.now = self._clock.now
         self._tidying = False
         self._recent_peak = 0
         self._former: list[object] = []  # what servers before this one had that leads nowhere
@@ -330,7 +330,7 @@ class Server:
         self.turns = Turns()
         self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
-        self._looks_at = math.inf
+        self._clock.next_look = math.inf
         self.role.start_over(now)
         self.service.takeovers += 1
         for arena in self.service.unit.shm.arenas:
@@ -428,18 +428,12 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         now = time.monotonic()
-        self._wake_at, self._looks_at = deadline, max(deadline, now)
-        self._timer = asyncio.get_running_loop().call_later(self._looks_at - now, self._expire)
+        self._wake_at, self._clock.next_look = deadline, max(deadline, now)
+        self._timer = asyncio.get_running_loop().call_later(self._clock.next_look - now, self._expire)
 
-    def now(self) -> float:
-        """The time of an event. Where this process stood still (SIGSTOP, a machine that swaps), what came meanwhile is
-        yet to be read, renewals of leases among it: their ends are put off until it is."""
-        now = time.monotonic()
-        if now - self._looks_at > STOOD_STILL_S:
-            for owner in (self.service.controller, self.service.members, self.service.sessions):
-                owner.postpone(now - self._looks_at + READING_S)
-            self._looks_at = math.inf
-        return now
+    def _stood_still(self, seconds: float) -> None:
+        for owner in (self.service.controller, self.service.members, self.service.sessions):
+            owner.postpone(seconds)
 
     def _expire(self) -> None:
         now, self._timer = self.now(), None
