@@ -545,7 +545,7 @@ def test_event_loops_of_uvloop_follow_each_other_and_one_that_stands_still_is_le
         import asyncio, uvloop
         import transfer_queue as tq
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-        tq.init(address={tq.address()!r})
+        tq.init({{"address": {tq.address()!r}}})
         for number in range(3):
             asyncio.run(tq.async_kv_put(str(number), "p", {{"x": number}}))
         still = asyncio.new_event_loop()
