@@ -534,3 +534,24 @@ def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueC
             asyncio.run(asked())
     finally:
         os.kill(client.session.server_pid, signal.SIGCONT)
+
+
+def test_event_loops_of_uvloop_follow_each_other_and_one_that_stands_still_is_left(
+    client: tq.TransferQueueClient, child: Callable[..., Any]
+) -> None:
+    """Ray's workers and inference engines use it; its sockets have no `shutdown`."""
+    child(
+        f"""
+        import asyncio, uvloop
+        import transfer_queue as tq
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+        tq.init({{"address": {tq.address()!r}}})
+        for number in range(3):
+            asyncio.run(tq.async_kv_put(str(number), "p", {{"x": number}}))
+        still = asyncio.new_event_loop()
+        still.run_until_complete(tq.async_kv_put("3", "p", {{"x": 3}}))
+        tq.close()
+        still.close()
+        """
+    ).finish()
+    assert tq.kv_batch_get([str(number) for number in range(4)], "p")["x"].tolist() == [0, 1, 2, 3]

@@ -138,6 +138,40 @@ def test_other_data_is_one_value_for_all_rows(part: str) -> None:
         tq.kv_clear(["a", "b"], f"{part}{number}")
 
 
+@pytest.mark.parametrize("beside", [{"t": torch.zeros(3)}, {}], ids=["tensor", "alone"])
+@pytest.mark.parametrize("data", [["a", "b", {"c": 1}], ("a", "b", "c"), np.array(["a", "b", "c"])], ids=str)
+def test_wrapped_data_without_a_batch_size_is_a_column_too(part: str, data: Any, beside: dict[str, Any]) -> None:
+    tq.kv_batch_put(["0", "1", "2"], part, {"x": NonTensorData(data), **beside, "one": NonTensorData("abc")})
+    td = tq.kv_batch_get(["2", "0", "1"], part)
+    assert td["x"].tolist() == [data[2], data[0], data[1]]
+    assert td["one"].tolist() == ["abc"] * 3
+
+
+def test_wrapped_data_without_a_batch_size_is_spread_over_partitions(
+    shared: tq.TransferQueueClient, part: str
+) -> None:
+    metas = [shared.put({"t": torch.zeros(2)}, partition_id=p) for p in (part, part + "2")]
+    both = tq.BatchMeta.concat(metas).select_samples([0, 2, 1, 3])
+    shared.put({"x": NonTensorData(["a", "b", "c", "d"]), "one": NonTensorData("abcd")}, metadata=both)
+    assert shared.get_data(both)["x"].tolist() == ["a", "b", "c", "d"]
+    assert shared.get_data(both)["one"].tolist() == ["abcd"] * 4
+    values = {"x": NonTensorData(["e", "f", "g", "h"]), "one": NonTensorData("wxyz")}
+    shared.update(both, ["x", "one"], values=values, parser="replace")
+    assert shared.get_data(both)["x"].tolist() == ["e", "f", "g", "h"]
+    assert shared.get_data(both)["one"].tolist() == ["wxyz"] * 4
+
+
+def test_a_parser_may_leave_one_value_for_all_rows(part: str) -> None:
+    fields = {"x": torch.zeros(2), "one": NonTensorData("a")}
+    tq.kv_batch_put(["0", "1"], part, fields, data_parser=lambda columns: columns)
+    assert tq.kv_batch_get(["0", "1"], part)["one"].tolist() == ["a", "a"]
+
+
+def test_values_for_all_rows_alone_do_not_say_how_many_there_are(part: str) -> None:
+    with pytest.raises(InvalidInput, match="says how many"):
+        tq.kv_batch_put(["0", "1"], part, {"one": NonTensorData("a")})
+
+
 def test_an_object_column_takes_room_for_its_rows_once(part: str, shared: tq.TransferQueueClient) -> None:
     logs = np.empty(64, object)
     logs[:] = [[{"role": "user", "content": f"{n:04}" * 500}] for n in range(64)]

@@ -8,7 +8,13 @@ import pytest
 from tables import Box, indexes
 
 from transfer_queue.errors import InvalidInput, MissingParameter, SamplerFailed
-from transfer_queue.sampler import BaseSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler
+from transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    StreamingTokenBudgetSampler,
+)
 from transfer_queue.sampler.base import Sampled
 from transfer_queue.wire import messages as m
 
@@ -387,13 +393,45 @@ def test_without_leases_a_share_is_consumed_when_it_is_fetched() -> None:
 # samplers
 
 
-def test_groups_stay_whole_and_go_to_one_rank() -> None:
-    box = Ranks(2, 4, sampler=GRPOGroupNSampler(n_samples_per_prompt=2))
+@pytest.mark.parametrize("kind", [GRPOGroupNSampler, StreamingTokenBudgetSampler])
+def test_groups_stay_whole_and_go_to_one_rank(kind: type[GRPOGroupNSampler]) -> None:
+    box = Ranks(2, 4, sampler=kind(n_samples_per_prompt=2))
     box.put(8, tags=[{"group_id": group} for group in "abcdabcd"])
     assert [box.rows(rank, 0) for rank in (0, 1)] == [[0, 4, 1, 5], [2, 6, 3, 7]]
     box.put(2, tags=[{"group_id": "e"}] * 2)
     box.handle(m.SetPartition(1, "p", 10, {}))
     assert [box.rows(rank, 1, until_done=True) for rank in (0, 1)] == [[8, 9], [8, 9]]
+
+
+@pytest.mark.parametrize("kind", [GRPOGroupNSampler, StreamingTokenBudgetSampler])
+def test_a_last_batch_of_groups_is_divided_by_groups(kind: type[GRPOGroupNSampler]) -> None:
+    box = Ranks(2, 4, sampler=kind(n_samples_per_prompt=2))
+    box.put(6)
+    box.handle(m.SetPartition(1, "p", 6, {}))
+    assert box.rows(0, 0, until_done=True) == [0, 1, 2, 3]
+    assert box.rows(1, 0, until_done=True)[:2] == [4, 5]
+
+
+class SeesAnything(BaseSampler):
+    """Looks at the ready rows itself, also at fewer than the batch has."""
+
+    def sample(  # type: ignore[override]
+        self, ready_indexes: list[int], batch_size: int, **kwargs: Any
+    ) -> Sampled:
+        found = ready_indexes[:batch_size] if len(ready_indexes) >= batch_size else []
+        return found, found
+
+    def least_ready(self, batch_size: int) -> int:
+        return 0
+
+
+def test_the_last_batch_is_smaller_also_with_a_sampler_that_may_see_fewer_rows() -> None:
+    box = Ranks(2, 2, sampler=SeesAnything())
+    box.put(6)
+    box.handle(m.SetPartition(1, "p", 6, {}))
+    assert [box.use(rank, 0, until_done=True) for rank in (0, 1)] == [[0, 1], [2, 3]]
+    assert [box.use(rank, 1, until_done=True) for rank in (0, 1)] == [[4], [5]]
+    assert [box.ask(rank, 2, until_done=True) for rank in (0, 1)] == ["done", "done"]
 
 
 def test_the_balanced_sampler_divides_a_deal_by_tokens() -> None:

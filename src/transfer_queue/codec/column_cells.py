@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from transfer_queue.codec.arrays import BufferWriter, Source
 from transfer_queue.codec.cells import Cell, are_same, print_of, tensor_tag
@@ -45,7 +45,7 @@ def distinct_cells(value: Any, column: Column, rows: int, allow_pickle: bool) ->
     if isinstance(value, TensorDictBase) and column.kind != OBJECTS:
         return None
     if column.kind == OBJECTS:
-        values = rows_of(value.expand(rows) if isinstance(value, NonTensorData) and not value.batch_size else value)
+        values = rows_of(value, rows)
         cells = _objects(values, allow_pickle)
     else:
         values = [_as_tensor(row, column) for row in rows_of(value)]

@@ -10,21 +10,34 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 
-def rows_of(column: Any) -> list[Any]:
-    """The values of a column, one for each row, each as it was put."""
+def rows_of(column: Any, rows: int | None = None) -> list[Any]:
+    """The values of a column, one for each row, each as it was put. `rows`: how many a NonTensorData without batch size
+    is for, as a mapping may hold one."""
     if isinstance(column, torch.Tensor):
         return list(column.unbind())
     if isinstance(column, (NonTensorStack, NonTensorData)):
-        return _values(column)
+        return _values(column, rows)
     return list(column.unbind(0)) if isinstance(column, TensorDictBase) else list(column)
 
 
-def _values(column: Any) -> list[Any]:
+def unsized(column: Any) -> bool:
+    """Whether it is a NonTensorData that does not say for how many rows it is."""
+    return isinstance(column, NonTensorData) and not column.batch_size
+
+
+def items_in(column: NonTensorData) -> int | None:
+    """How many rows the data of an unsized column are for where they are a column; None for what is one value."""
+    data = _datum(column)
+    return len(data) if _is_many(data) else None
+
+
+def _values(column: Any, rows: int | None) -> list[Any]:
     """Of a NonTensorData, data of one item per row is a column, which is how tensordict wraps arrays; anything else is
     one value for all rows. Indexing it, as tensordict does, gives all of its data for every row."""
     if isinstance(column, NonTensorStack):
         return [_datum(item) for item in column.tensordicts]
-    values: list[Any] = _spread(_datum(column), column.batch_size)
+    shape = column.batch_size or (() if rows is None else (rows,))
+    values: list[Any] = _spread(_datum(column), shape)
     return values
 
 
@@ -39,7 +52,10 @@ def _spread(data: Any, shape: Sequence[int]) -> Any:
     """One value for every place of `shape`, in nested lists: the items of `data` where it has as many, else `data`."""
     if not shape:
         return data
-    is_many = isinstance(data, (list, tuple)) or (isinstance(data, (np.ndarray, torch.Tensor)) and data.ndim)
-    if is_many and len(data) == shape[0]:
+    if _is_many(data) and len(data) == shape[0]:
         return [_spread(item, shape[1:]) for item in data]
     return [_spread(data, shape[1:])] * shape[0]
+
+
+def _is_many(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) or (isinstance(data, (np.ndarray, torch.Tensor)) and data.ndim > 0)

@@ -190,8 +190,7 @@ def _column(plan: BlockPlan, name: str, value: Any, numbers: bool) -> Column:
         tensor = lists.as_tensor(value)
         return _dense(plan, name, tensor) if tensor is not None else _objects(plan, name, list(value))
     if isinstance(value, (NonTensorStack, NonTensorData)):
-        whole = value if value.batch_size else value.expand(plan.rows)
-        return _sequence(plan, name, rows_of(whole), numbers=False)
+        return _sequence(plan, name, rows_of(value, plan.rows), numbers=False)
     if isinstance(value, TensorDictBase):
         return _nested(plan, name, value)
     if isinstance(value, (list, tuple)):

@@ -29,12 +29,10 @@ class SharePicker:
         ranks, size = self._dealing.to_deal(message, group)
         total, loose = size * len(ranks), self._dealing.loose(table, message)
         num_ready = view.count - int(np.count_nonzero(view.ready[loose]))
-        if num_ready < self._calls.ask(self._calls.sampler.least_ready, total):
-            if not message.until_done or self._dealing.num_left(table, message, group) != num_ready:
-                return False
-            if num_ready and not table.is_filled:
-                return False
+        if num_ready < total and self._is_rest(message, table, group, num_ready):
             total = num_ready
+        elif num_ready < self._calls.ask(self._calls.sampler.least_ready, total):
+            return False
         try:
             shares = self._shares(message, table, view, loose, total, ranks) if total else [[] for _ in ranks]
         except InvalidInput as error:
@@ -47,6 +45,12 @@ class SharePicker:
         taken = {rank: np.array(share, np.int64) for rank, share in zip(ranks, shares, strict=True)}
         self._steps.dealt(message, taken, max(map(len, shares)))
         return True
+
+    def _is_rest(self, message: Fetch, table: Table, group: RankGroup, num_ready: int) -> bool:
+        """Whether the ready rows are all that the ranks will ever get, whatever the sampler has to see."""
+        if not message.until_done or self._dealing.num_left(table, message, group) != num_ready:
+            return False
+        return not num_ready or table.is_filled
 
     def _shares(
         self, message: Fetch, table: Table, view: ReadyView, loose: Slots, total: int, ranks: Sequence[int]

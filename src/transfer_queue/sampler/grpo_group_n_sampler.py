@@ -75,9 +75,12 @@ class GRPOGroupNSampler(BaseSampler):
         """See `BaseSampler.deal`; every group goes to one rank."""
         shares, consumed = super().deal(ready_indexes, batch_size, ranks, **kwargs)
         if type(self).sample is GRPOGroupNSampler.sample:
-            rows = list(itertools.chain.from_iterable(shares))
-            shares = divided(rows, len(ranks), self.n_samples_per_prompt)
+            shares = self._by_group(shares)
         return shares, consumed
+
+    def _by_group(self, shares: list[list[int]]) -> list[list[int]]:
+        """The same rows, which are groups one after the other, divided so that each group is in one share."""
+        return divided(list(itertools.chain.from_iterable(shares)), len(shares), self.n_samples_per_prompt)
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """InvalidInput for a `batch_size` that `sample` refuses, and as `BaseSampler`."""

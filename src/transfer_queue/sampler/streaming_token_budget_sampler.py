@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, MissingParameter
-from transfer_queue.sampler.base import PartitionView, Sampled, check_hashable, positive, tags_of, whole_number
+from transfer_queue.sampler.base import Dealt, PartitionView, Sampled, check_hashable, positive, tags_of, whole_number
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.seqlen_balanced_sampler import LENGTH_TAG, _is_length, get_seqlen_balanced_partitions
 
@@ -214,6 +214,11 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         return len(bucket)
 
     # the sampler's other duties
+
+    def deal(self, ready_indexes: list[int], batch_size: int, ranks: Sequence[int], **kwargs: Any) -> Dealt:
+        """As its parent: a batch that is dealt to ranks has no budget."""
+        shares, consumed = super().deal(ready_indexes, batch_size, ranks, **kwargs)
+        return self._by_group(shares) if type(self).sample is StreamingTokenBudgetSampler.sample else shares, consumed
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
         """InvalidInput for what `sample` refuses; MissingParameter (a ValueError) without `dp_rank` or `dp_size`."""

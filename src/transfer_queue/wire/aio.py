@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import socket
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -298,9 +299,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
 
     def _shut(self) -> None:
         sock = self._transport.get_extra_info("socket")
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(2)
+        descriptor = -1 if sock is None else sock.fileno()
+        if descriptor >= 0:
+            # A copy: what uvloop hands out cannot be shut down.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def opened(opening: asyncio.Task[AsyncConnection] | None) -> AsyncConnection | None:

@@ -19,7 +19,7 @@ from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on, store
 from transfer_queue.codec import lists
-from transfer_queue.codec.columns import rows_of
+from transfer_queue.codec.columns import items_in, rows_of, unsized
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
@@ -183,8 +183,10 @@ def num_rows(batch: Batch) -> int:
     elif isinstance(batch, Mapping):
         name, first = "", cast(Any, ())
         for name, first in batch.items():  # noqa: B007  no generator: an interrupt is lost where one is closed
-            if not _is_one_value(first):
+            if not unsized(first):
                 break
+        else:
+            return _num_items(batch)
         if not hasattr(first, "__len__"):
             first = exchanged({name: first})[name]  # arrays of other libraries need not have a length
         count = _length(first)
@@ -197,9 +199,12 @@ def num_rows(batch: Batch) -> int:
     return count
 
 
-def _is_one_value(column: Any) -> bool:
-    """Whether it stands for the same value in all rows."""
-    return isinstance(column, NonTensorData) and not column.batch_size
+def _num_items(batch: Mapping[str, Any]) -> int:
+    """The rows of a batch whose columns are all unsized, which only data of one item per row tell."""
+    for column in batch.values():
+        if count := items_in(column):
+            return count
+    raise InvalidInput("a batch needs at least one row: a column that says how many there are")
 
 
 def batch_plan(session: Session, batch: Batch, rows: int) -> Operation[BlockPlan]:
@@ -225,10 +230,14 @@ def parsed(batch: Batch, parser: Parser | None) -> Batch:
         count = num_rows(batch)
         columns = dict(items_of(batch))
         parsed = parser(dict(columns))
-        if parsed.keys() != columns.keys() or any(_length(column) != count for column in parsed.values()):
+        if parsed.keys() != columns.keys() or any(not _fits(column, count) for column in parsed.values()):
             raise BatchMismatch("data_parser must keep the fields and the number of rows")
         batch = parsed
     return batch
+
+
+def _fits(column: Any, count: int) -> bool:
+    return unsized(column) or _length(column) == count
 
 
 def _length(column: Any) -> int | None:
@@ -321,11 +330,8 @@ def _rows_at(data: Batch, positions: list[int], count: int) -> Batch:
     found: dict[str, Any] = {}
     for name, column in items_of(data):
         is_stack = isinstance(column, (NonTensorStack, NonTensorData))
-        if _is_one_value(column):
-            found[name] = column
-            continue
         if is_stack or isinstance(column, (list, tuple)) or getattr(column, "is_nested", False):
-            rows: Any = rows_of(column)
+            rows: Any = rows_of(column, count)
         else:
             rows = lists.column_of(column)
         if len(rows) != count:

@@ -288,7 +288,7 @@ def update(
     if not len(ops.checked_meta(metadata)) or ops.num_rows(values) != len(metadata):
         raise BatchMismatch(f"{ops.num_rows(values)} rows of values for {len(metadata)} rows of metadata")
     batch = values if isinstance(values, TensorDictBase) else exchanged(values)
-    columns = {name: rows_of(_as_put(column)) for name, column in items_of(batch)}
+    columns = {name: rows_of(_as_put(column), len(metadata)) for name, column in items_of(batch)}
     if columns.keys() != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
     updates = []
