@@ -308,7 +308,8 @@ class LeaseExpired(ServiceError, RuntimeError):
 
 
 class CellsChanged(ServiceError, RuntimeError):
-    """Cells were written, or their rows cleared, since they were read: what was computed from them was not stored."""
+    """Cells were written, or their rows cleared, since they were read: what was computed from them was not stored. Or a
+    step cannot be saved, since its rows do not hold any more what the task took."""
 
     code = "cells_changed"
 

@@ -474,11 +474,12 @@ def save_step(directory: str | os.PathLike[str], step: int, task_name: str) -> d
     """Write what a task used for a step (`TransferQueueClient.checkpoint`) to a new directory, or below a URL as
     `save_checkpoint` does: its batches in order, bit for bit, with keys, tags, settings and digests. `replay` reads it,
     `tq replay` shows it, without a service.
-    Cells and tags that were written anew since are saved as they are now.
+    Tags that changed since are saved as they are now, and the rows are marked `retagged`.
 
     The directory appears whole, with all files on disk, or not at all. Returns `{"batches", "rows", "bytes"}`. Raises
     `FileExistsError`, `InvalidInput` for a step that was not marked and a `<dir>.tmp` that is no draft, `RowCleared` (a
-    `StorageKeyNotFoundError`) when rows of it were cleared, `NotInitialized` (a RuntimeError), OSError.
+    `StorageKeyNotFoundError`) when rows of it were cleared, `CellsChanged` when fields that the task took were written
+    anew, `NotInitialized` (a RuntimeError), OSError.
     """
     return bundles.save(_session(), directory, step, task_name)
 

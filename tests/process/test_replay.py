@@ -21,7 +21,14 @@ from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.bundles import Bundle
-from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, InvalidInput, LeaseExpired, RowCleared
+from transfer_queue.errors import (
+    CellsChanged,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    InvalidInput,
+    LeaseExpired,
+    RowCleared,
+)
 
 Service = Callable[..., tq.TransferQueueClient]
 FIELDS = ["dense", "half", "ragged", "text", "object", "number"]
@@ -294,6 +301,29 @@ def test_a_step_whose_rows_were_cleared_is_not_saved(client: tq.TransferQueueCli
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError):
         tq.save_step(tmp_path / "there", 2, "actor")
+
+
+def test_a_step_is_not_saved_with_other_values_than_the_task_got(
+    client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    put(client, 8)
+    standby_of(client)
+    client.checkpoint(0, ["actor"])
+    meta = take(client)
+    client.checkpoint(1, ["actor"])
+    tq.kv_batch_put(["k3", "k4"], "train", {"late": torch.zeros(2)}, [{"weight_version": 9}] * 2)
+    tq.save_step(tmp_path / "before", 1, "actor")
+    assert [row.retagged for row in Bundle(tmp_path / "before").rows] == [False, False, False, True]
+    kill(client.stats()["pid"])
+    tq.kv_batch_put(["k2", "k4"], "train", {"half": torch.ones(2, 1, dtype=torch.bfloat16)})
+    with pytest.raises(CellsChanged, match=r"field 'half' of rows \[2\].*written anew"):
+        tq.save_step(tmp_path / "after", 1, "actor")
+    assert not (tmp_path / "after").exists()
+    client.clear_samples(meta[:2])
+    shown = command("replay", "1", "--task", "actor", "--json", "--address", tq.address())
+    assert [row["key"] for row in json.loads(shown.stdout)] == ["k2", "k3"]
+    for remark in ("2 rows were cleared", "1 rows have fields", "1 rows have tags"):
+        assert remark in shown.stderr
 
 
 # the command

@@ -10,6 +10,8 @@ from tables import Box, indexes, reloaded
 from transfer_queue.controller import taken
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired
 from transfer_queue.sampler import GRPOGroupNSampler, RankAwareSampler
+from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 
 def filled(rows: int, **more: Any) -> tuple[Box, list[int]]:
@@ -142,6 +144,43 @@ def test_a_step_of_many_rows_pushes_others_out(monkeypatch: pytest.MonkeyPatch) 
         box.mark(step)
     with pytest.raises(InvalidInput, match=r"marks of \[3\]"):
         box.resume(1, ["t"])
+
+
+def test_what_was_written_anew_since_it_was_taken_is_said() -> None:
+    box = Box()
+    rows = indexes(box.put(4, ["a", "b"], [{"v": 1}] * 4))
+    box.put(rows[:1], ["a"])
+    box.mark(0)
+    box.put(rows[:2], ["a"])
+    box.fetch(3)
+    box.put([rows[0], rows[3]], ["b", "c"])
+    box.tag(rows, [{"v": 1}, {"v": 1}, {"v": 2}, {"v": 3}])
+    box.mark(1)
+    assert changed(box) == ({}, [rows[2]])  # it did not ask for b
+    box.put(rows[1:3], ["a"])
+    box.put(1, ["a"])
+    for one in (box, reloaded(box)):
+        assert changed(one) == ({"a": rows[1:3]}, [rows[2]])
+    box.resume(0)
+    box.fetch(3)
+    box.mark(1)
+    assert changed(box) == ({}, [])
+
+
+def test_a_cell_that_was_lost_and_written_again_is_another_one() -> None:
+    box, rows = filled(2)
+    box.fetch(2)
+    box.mark(1)
+    box.controller.lose(box.unit)
+    box.put(rows, ["a"])
+    assert changed(box) == ({"a": rows}, [])
+
+
+def changed(box: Box, step: int = 1) -> tuple[dict[str, list[int]], list[int]]:
+    """(rows by field, rows with other tags) of the only batch of a step."""
+    (batch,) = box.handle(m.GetStep(1, "t", step)).batches
+    cells = {name: numbers_of(rows).tolist() for name, rows in batch.rewritten.items()}
+    return cells, numbers_of(batch.retagged).tolist()
 
 
 # going back

@@ -4,6 +4,6 @@ bundle    the directory: which files there are, that they are whole, and the bat
 columns   a column as safetensors and back, bit for bit
 """
 
-from transfer_queue.bundles.bundle import Bundle, rows_taken, save
+from transfer_queue.bundles.bundle import Bundle, rows_of, save, taken
 
-__all__ = ["Bundle", "rows_taken", "save"]
+__all__ = ["Bundle", "rows_of", "save", "taken"]

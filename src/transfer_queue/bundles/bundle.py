@@ -33,7 +33,7 @@ from transfer_queue.client.transfer.write import checked_tags
 from transfer_queue.codec.layout import DAMAGED
 from transfer_queue.codec.plan import items_of
 from transfer_queue.codec.values import Lifting
-from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, RowCleared
+from transfer_queue.errors import CellsChanged, CheckpointCorrupt, CheckpointMissing, RowCleared
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.metadata.contents import REPEATED
 from transfer_queue.saved.places import folder_at
@@ -72,7 +72,7 @@ class SavedStep(msgspec.Struct):
 @decodable
 class SavedRow(msgspec.Struct, omit_defaults=True):
     """A line of rows.jsonl: row number `position` of a batch. `weight_version` and the like are among the tags.
-    `exact_tags`: as msgpack in a file, where JSON changes them."""
+    `exact_tags`: as msgpack in a file, where JSON changes them. `retagged`: they changed since the row was taken."""
 
     batch: int
     position: int
@@ -81,6 +81,7 @@ class SavedRow(msgspec.Struct, omit_defaults=True):
     key: str | None
     tags: dict[str, Any]
     exact_tags: bytes | None = None
+    retagged: bool = False
 
 
 _exact_tags = msgspec.msgpack.Decoder(dict[str, Any], ext_hook=Lifting()._lift).decode
@@ -92,22 +93,19 @@ _exact_tags = msgspec.msgpack.Decoder(dict[str, Any], ext_hook=Lifting()._lift).
 def save(session: Session, directory: str | os.PathLike[str], step: int, task: str) -> dict[str, int]:
     """See `transfer_queue.save_step`."""
     folder = folder_at(directory)
-    batches = _taken(session, step, task)
-    for batch in batches:
-        if len(batch.there.rows) < len(batch.rows):
-            gone = np.setdiff1d(numbers_of(batch.rows), numbers_of(batch.there.rows))
-            text = f"rows {gone[:8].tolist()} of partition {batch.partition!r}, which step {step} took, were cleared"
-            raise RowCleared(f"{text}: save a step before its rows are")
+    batches = taken(session, step, task)
+    _check_unchanged(batches, step)
     saved = SavedStep(step, task, dict(session.config.get("settings", {})), [])
     with folder.creating(INFO) as draft:
         with draft.output(ROWS) as out:
-            for row in _rows_of(batches):
+            for row in rows_of(batches):
                 out.write(_line(row))
         for number, batch in enumerate(batches):
             tensors: Tensors = {}
             saved.batches.append(_packed(session, batch, tensors))
             with draft.output(BATCH.format(number)) as out:
                 out.write(bytes_of(tensors))
+        _check_unchanged(taken(session, step, task), step)  # while they were read
         draft.seal(INFO, FORMAT, msgspec.to_builtins(saved))
     return {
         "batches": len(saved.batches),
@@ -116,23 +114,34 @@ def save(session: Session, directory: str | os.PathLike[str], step: int, task: s
     }
 
 
-def rows_taken(session: Session, step: int, task: str) -> list[SavedRow]:
-    """What a task took for a step, without the rows that were cleared."""
-    return list(_rows_of(_taken(session, step, task)))
+def _check_unchanged(batches: list[m.TakenBatch], step: int) -> None:
+    """`RowCleared`, `CellsChanged` where the rows do not hold any more what the task took."""
+    for batch in batches:
+        of_step = f"of partition {batch.partition!r}, which step {step} took,"
+        if len(batch.there.rows) < len(batch.rows):
+            gone = np.setdiff1d(numbers_of(batch.rows), numbers_of(batch.there.rows))
+            raise RowCleared(f"rows {gone[:8].tolist()} {of_step} were cleared: save a step before its rows are")
+        for name, rows in batch.rewritten.items():
+            text = f"field {name!r} of rows {numbers_of(rows)[:8].tolist()} {of_step} was written anew"
+            raise CellsChanged(f"{text}: save a step before its rows are")
 
 
-def _taken(session: Session, step: int, task: str) -> list[m.TakenBatch]:
-    taken: m.StepTaken = session.call(Call(m.GetStep(session.next_rid(), task, step)))[0]
-    return taken.batches
+def taken(session: Session, step: int, task: str) -> list[m.TakenBatch]:
+    """The batches of a step, as they are now."""
+    found: m.StepTaken = session.call(Call(m.GetStep(session.next_rid(), task, step)))[0]
+    return found.batches
 
 
-def _rows_of(batches: list[m.TakenBatch]) -> Iterator[SavedRow]:
-    """The rows that are there."""
+def rows_of(batches: list[m.TakenBatch]) -> Iterator[SavedRow]:
+    """Those that were not cleared."""
     for number, batch in enumerate(batches):
-        rows = numbers_of(batch.there.rows).tolist()
-        tags = batch.there.tags or [{}] * len(rows)
-        for position, (row, name, tag) in enumerate(zip(rows, batch.names, tags, strict=True)):
-            yield SavedRow(number, position, batch.partition, row, name, tag)
+        there = dict(zip(numbers_of(batch.there.rows).tolist(), range(len(batch.names)), strict=True))
+        changed = set(numbers_of(batch.retagged).tolist())
+        for position, row in enumerate(numbers_of(batch.rows).tolist()):
+            if row in there:
+                tags = batch.there.tags[there[row]] if batch.there.tags else {}
+                name = batch.names[there[row]]
+                yield SavedRow(number, position, batch.partition, row, name, tags, retagged=row in changed)
 
 
 def _line(row: SavedRow) -> bytes:

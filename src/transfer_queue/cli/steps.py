@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from transfer_queue.errors import InvalidInput
 
 if TYPE_CHECKING:
     from transfer_queue.bundles.bundle import SavedRow
+    from transfer_queue.wire.messages import TakenBatch
 
 
 def dead_letters(
@@ -55,6 +57,7 @@ def replay(
     Batches, rows in order, keys, versions of the weights.
     """
     found = _taken(step, task, save, address) if source is None else _saved(source, step, task)
+    _remark(sum(row.retagged for row in found), "have tags that changed since they were taken")
     rows = [
         {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
         for row in found
@@ -84,10 +87,22 @@ def _taken(step: int, task: str, save: str | None, address: str | None) -> list[
     from transfer_queue import bundles
 
     with attached(address) as client:
-        rows = bundles.rows_taken(client.session, step, task)
+        batches = bundles.taken(client.session, step, task)
+        rows = list(bundles.rows_of(batches))
         if save is not None:
             with bar(f"saving {len(rows)} rows"):
                 written = bundles.save(client.session, save, step, task)
             text = f"{written['batches']} batches, {written['rows']} rows, {written['bytes']:,} bytes"
             print(f"{save}: {text}", file=sys.stderr)
+    _remark(sum(len(batch.rows) // 8 for batch in batches) - len(rows), "were cleared, and are not shown")
+    _remark(sum(map(_num_rewritten, batches)), "have fields that were written anew since they were taken")
     return rows
+
+
+def _num_rewritten(batch: TakenBatch) -> int:
+    return len({row for rows in batch.rewritten.values() for (row,) in struct.iter_unpack("q", rows)})
+
+
+def _remark(number: int, what: str) -> None:
+    if number:
+        print(f"{number} rows {what}", file=sys.stderr)

@@ -5,6 +5,7 @@
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
      │   ├─ row_versions        which version of the weights made each row
+     │   ├─ rewrites            which cells and tags are others than a task took for a step
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits
      │   ├─ sampler_calls       the one who calls the sampler; what it answered, for a standby

@@ -108,6 +108,7 @@ class Fetching:
     def opened(self, table: Table) -> None:
         """A partition was created: requests that waited for it now wait for its rows. Where all that it was to get was
         used, as in one that was loaded, those that begin wait on, and loops that had some are over."""
+        table.rewrites.batches = self.steps
         for request in self._orphans.pop(table.name, ()):
             if not self.parked.holds(request):
                 continue

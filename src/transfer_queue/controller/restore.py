@@ -190,7 +190,8 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
             refuse("partitions repeat")
         table = draft.tables[one.name] = Table(one.name, state.lineage.loads + 1, state.ledger)
         yield from _fill(draft, table, one, versions)
-    if len(draft.entries) != len(draft.blocks) or not 0 <= saved.next_index < 1 << 62:
+    numbers_fit = 0 <= saved.next_index < 1 << 62 and 0 <= saved.next_batch < 1 << 62
+    if len(draft.entries) != len(draft.blocks) or not numbers_fit:
         refuse("blocks or indexes do not add up")
     rows = sum(table.num_rows for table in draft.tables.values())
     if state.max_rows is not None and rows > state.max_rows:
@@ -234,7 +235,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, s
     state.tables.update(tables)
     for table in gone:
         state.cleared_partitions.add(table, before)
-    fetching.steps.restore(steps)
+    fetching.steps.restore(steps, saved.next_batch)
     for table in tables.values():
         table.away = state.units_away  # those of now: some came and went while the draft was made
         if state.units_away:
@@ -275,7 +276,16 @@ def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVers
         refuse(f"lost rows of {saved.name!r}")
     table.lost.update(index[lost].tolist())
     yield
+    _add_rewrites(table, saved)
+    yield
     yield from _add_tasks(table, saved)
+
+
+def _add_rewrites(table: Table, saved: SavedTable) -> None:
+    cells, tags = {name: _ints(times) for name, times in saved.rewritten.items()}, _ints(saved.retagged)
+    if any(len(times) != table.size for times in cells.values()) or len(tags) not in (0, table.size):
+        refuse(f"rewritten cells of {table.name!r}")
+    table.rewrites.restore(cells, tags, len(table.index))
 
 
 def _add_tasks(table: Table, saved: SavedTable) -> Steps[None]:

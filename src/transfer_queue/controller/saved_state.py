@@ -53,7 +53,8 @@ class SavedTable(msgspec.Struct):
     `returned` an entry for each row that came back to a task. `lost`: int64 positions of rows that lost cells with a
     storage unit. `cleared`, `over`: as of a `Table`. `kept`: int64 positions of rows that the sampler keeps for later
     requests of a task, which once were `consumed`. `fates`: one byte per position (`readiness.Task.fates`), for tasks
-    with some; `stale`: their `num_stale`.
+    with some; `stale`: their `num_stale`. `rewritten`, `retagged`: `rewrites.Rewrites.cells` and `tags`, int64 over the
+    positions; empty where nothing changed.
     """
 
     name: str
@@ -76,6 +77,8 @@ class SavedTable(msgspec.Struct):
     fates: dict[str, memoryview] = {}
     stale: dict[str, int] = {}
     over: int = 0
+    rewritten: dict[str, memoryview] = {}
+    retagged: memoryview = memoryview(b"")
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""
@@ -99,6 +102,7 @@ class SavedController(msgspec.Struct):
     pools: dict[str, PoolState] = {}
     series: dict[str, SeriesMember] = {}
     used_numbers: UsedNumbers = msgspec.field(default_factory=UsedNumbers)
+    next_batch: int = 0
 
 
 class TableOf1(SavedTable):

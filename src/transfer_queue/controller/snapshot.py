@@ -63,6 +63,7 @@ def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[i
         state.groups.saved(),
         state.series.members,
         state.groups.used,
+        state.fetching.steps.next_number,
     )
     return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 
@@ -85,6 +86,7 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
         blocks.setdefault(entries[number].group, []).append((number, entries[number].total))
     live = table.live_slots()
     slots = live.tolist()
+    rewritten, retagged = table.rewrites.of(live)
     patterns: dict[bytes, int] = {}
     cells = [patterns.setdefault(table.cells[f.number, live].tobytes(), len(patterns)) for f in table.fields.values()]
     known = [np.frombuffer(pattern, np.uint16) for pattern in patterns]
@@ -119,6 +121,8 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
         {name: memoryview(task.fates[live].tobytes()) for name, task in table.tasks.items() if task.fates[live].any()},
         {name: task.num_stale for name, task in table.tasks.items() if task.num_stale},
         table.over,
+        {name: _packed(times) for name, times in rewritten.items()},
+        _packed(retagged),
     )
 
 

@@ -50,7 +50,12 @@ class Steps:
         self._offered = offered
         self._served = served
         self._tasks: dict[str, TaskSteps] = {}
-        self._next = 0  # number of a batch
+        self.next_number = 0  # number of a batch
+
+    @property
+    def are_noted(self) -> bool:
+        """Whether any task has steps."""
+        return bool(self._tasks)
 
     # saving
 
@@ -58,11 +63,11 @@ class Steps:
         """What was handed out once more and is not used yet counts as what is still to be."""
         return {name: known.saved() for name, known in self._tasks.items()}
 
-    def restore(self, tasks: dict[str, TaskSteps]) -> None:
+    def restore(self, tasks: dict[str, TaskSteps], next_number: int) -> None:
         """Go on with the steps of a saved state, whose tables are there; nothing is lent of them."""
         self._tasks.clear()
         self._tasks.update(tasks)
-        self._next = max([self._next, *(known.next_number for known in tasks.values())])
+        self.next_number = max([self.next_number, next_number, *(known.next_number for known in tasks.values())])
         self._keep_again()
 
     def _keep_again(self) -> None:
@@ -126,14 +131,14 @@ class Steps:
         sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
         rows, fields = indexes_of(reply.rows), message.fields
         taken = TakenRows(
-            self._next, message.partition, rows, fields, message.batch_size, sampling, reply.lease, reply.repeated
+            self.next_number, message.partition, rows, fields, message.batch_size, sampling, reply.lease, reply.repeated
         )
         self.took(message.task, taken)
 
     def took(self, name: str, taken: TakenRows) -> None:
         """A task with steps takes a batch."""
         known = self._tasks[name]
-        self._next = max(self._next, taken.number + 1)
+        self.next_number = max(self.next_number, taken.number + 1)
         if self._ledger is not None:
             self._ledger.note(f.BatchTaken(name, taken.saved()))
         known.open.add([taken], [])
@@ -365,8 +370,8 @@ class Steps:
             resumed.rows += len(slots)
             if batch.is_plain and len(slots):
                 alive = batch.rows[~np.isin(batch.rows, dead)]
-                known.again.append(batch._replace(number=self._next, rows=alive, lease=0))
-                self._next += 1
+                known.again.append(batch._replace(number=self.next_number, rows=alive, lease=0))
+                self.next_number += 1
                 task.reserve(task.offered(slots), REPLAYED)
         for deal in deals:
             shares = {rank: self._left(table, name, rows) for rank, rows in deal.shares.items()}
@@ -451,13 +456,18 @@ class Steps:
         slots = slots[slots >= 0]
         there = m.RowSet(0, b"", None, [], None)
         names: list[str | None] = []
+        rewritten: dict[str, bytes] = {}
+        retagged = b""
         if table is not None and len(slots):
             tags, schema = table.tags_of(slots), table.schema(batch.fields)
             there = m.RowSet(0, rows_bytes(table.index[slots]), tags, schema, None, loads=table.loads)
             names = [table.names[slot] for slot in slots.tolist()]
+            changed = table.rewrites.cells_since(batch.number, slots, batch.fields)
+            rewritten = {name: rows_bytes(table.index[slots[flags]]) for name, flags in changed.items()}
+            retagged = rows_bytes(table.index[slots[table.rewrites.tags_since(batch.number, slots)]])
         return m.TakenBatch(
             batch.partition, rows_bytes(batch.rows), list(batch.fields), batch.batch_size, batch.sampling,
-            batch.repeated, there, names,
+            batch.repeated, there, names, rewritten, retagged,
         )  # fmt: skip
 
     def check_invariants(self) -> None:

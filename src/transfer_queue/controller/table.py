@@ -19,6 +19,7 @@ from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
 from transfer_queue.controller.recent import Arrivals
+from transfer_queue.controller.rewrites import Rewrites
 from transfer_queue.controller.row_versions import RowVersions
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.schema import FieldSchema
@@ -85,6 +86,7 @@ class Table:
         self.cells: NDArray[np.uint16] = np.zeros((8, MIN_CAPACITY), np.uint16)
         self.log = ChangeLog(MIN_CAPACITY)
         self.row_versions = RowVersions(MIN_CAPACITY)
+        self.rewrites = Rewrites()
         self.groups: list[ColumnGroup] = [ColumnGroup((), MIN_CAPACITY)]  # group 0 stands for absent
         self._group_numbers: dict[tuple[str, ...], int] = {}
 
@@ -252,6 +254,7 @@ class Table:
         self.alive = resized(self.alive, order, capacity)
         self.log.changed = resized(self.log.changed, order, capacity)
         self.row_versions.born = resized(self.row_versions.born, order, capacity)
+        self.rewrites.resize(order, capacity)
         self.cells = resized(self.cells, order, capacity)
         for group in self.groups:
             group.block = resized(group.block, order, capacity)
@@ -310,6 +313,8 @@ class Table:
         group = self.groups[number]
         columns = [self.fields[name].number for name in group.fields]
         released = self.release(slots, columns)
+        if (released or self.lost) and self.rewrites.are_noted:
+            self.rewrites.rewritten(slots, group.fields, len(self.index))
         if self.lost:
             self.lost.difference_update(self.index[slots].tolist())
         group.block[slots] = block
@@ -526,9 +531,13 @@ class Table:
     def merge_tags(self, slots: Slots, tags: Sequence[Tags], replace: bool = False) -> None:
         self.log.touch(slots)
         self.any_tags = self.any_tags or any(tags)
-        for slot, new in zip(slots.tolist(), tags, strict=True):
-            held = self.tags[slot]
+        numbers = slots.tolist()
+        before = [self.tags[slot] for slot in numbers]
+        for slot, held, new in zip(numbers, before, tags, strict=True):
             self.tags[slot] = dict(new) if replace or held is None else {**held, **new}
+        if self.rewrites.are_noted:
+            changed = [slot for slot, held in zip(numbers, before, strict=True) if (held or {}) != self.tags[slot]]
+            self.rewrites.retagged(changed, len(self.index))
 
     def tags_of(self, slots: Slots) -> list[Tags] | None:
         """Tags of the rows, or None when all are empty."""

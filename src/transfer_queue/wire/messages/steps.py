@@ -46,7 +46,8 @@ class GetStep(Request):
 
 class TakenBatch(msgspec.Struct, array_like=True):
     """One batch. `rows`: int64, in order; `there`: those of them that were not cleared, with their keys. `repeated` of
-    the rows, at the end, are there once more for the sake of other ranks."""
+    the rows, at the end, are there once more for the sake of other ranks. `rewritten`: by field, int64 indexes of those
+    `there` whose cell was written anew since; `retagged`: of those whose tags changed."""
 
     partition: str
     rows: bytes
@@ -56,6 +57,8 @@ class TakenBatch(msgspec.Struct, array_like=True):
     repeated: int
     there: RowSet
     names: list[str | None]
+    rewritten: dict[str, bytes] = {}
+    retagged: bytes = b""
 
 
 class StepTaken(Reply):
