@@ -150,3 +150,12 @@ def test_the_bridge_refuses_by_row_and_field_what_cannot_be_exported(shared: tq.
     with pytest.raises(SchemaViolation, match=r"row 1, field 'tokens': .*elsewhere") as found:
         bridge.put("refused", {"tokens": [[1], Broken(torch.arange(2))]})
     assert (found.value.row, found.value.field) == (1, "tokens")
+
+
+def test_a_new_value_of_a_cell_is_a_tensor() -> None:
+    tq.kv_put("a", "update", {"x": torch.zeros(2), "n": torch.ones(2)})
+    tq.kv_update("a", "update", "x", Exporter(torch.ones(2)), "add")
+    tq.kv_update("a", "update", {"x": Exporter(torch.ones(2))}, None, "append")
+    tq.kv_update("a", "update", ["n"], {"n": Exporter(torch.full((2,), 7.0))}, "max")
+    found = tq.kv_batch_get("a", "update", dense=True)
+    assert (found["x"].tolist(), found["n"].tolist()) == ([[1.0] * 4], [[7.0] * 2])
