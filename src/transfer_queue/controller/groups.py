@@ -59,7 +59,8 @@ from transfer_queue.wire import messages as m
 
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases and attempts end.
-    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
+    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled.
+    `consumed_at`: when a group of a source was used last, or its first one opened; not of what was recovered."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class GroupPools:
         self.deadlines = (self._lease_ends, self._term_ends)
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
-        self._consumed_at: dict[tuple[str, str], float] = {}
+        self.consumed_at: dict[tuple[str, str], float] = {}
         self._now = now
         self._recent = recent
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
@@ -179,7 +180,7 @@ class GroupPools:
         for held in self._holdings.values():
             held.drop(partition)
         for source in pool.state.sources:
-            self._consumed_at.pop((partition, source), None)
+            self.consumed_at.pop((partition, source), None)
 
     def _refuse_waiting(self, why: str) -> None:
         """Whoever waits for something of a pool that is gone hears of it."""
@@ -251,8 +252,8 @@ class GroupPools:
 
     def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
         """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
-        if self._now() > NO_TIME and not (only_first and (partition, source) in self._consumed_at):
-            self._consumed_at[partition, source] = self._now()
+        if self._now() > NO_TIME and not (only_first and (partition, source) in self.consumed_at):
+            self.consumed_at[partition, source] = self._now()
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
         self._pool(message.partition).issue(message.tickets)
@@ -533,7 +534,7 @@ class GroupPools:
 
     def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
-        used_at = {name: self._consumed_at.get((partition, name)) for name in pool.state.sources}
+        used_at = {name: self.consumed_at.get((partition, name)) for name in pool.state.sources}
         return described(pool, used_at, sum(one.message.partition == partition for one in self.parked), now)
 
     def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
@@ -569,7 +570,7 @@ class GroupPools:
         self._terms.clear()
         self._term_ends.clear()
         self._holdings.clear()
-        self._consumed_at.clear()
+        self.consumed_at.clear()
         self.pools = pools
         self.used.retire(used.tickets, used.attempts)
         for pool in pools.values():
