@@ -261,6 +261,15 @@ def test_a_row_tells_what_became_of_it() -> None:
     assert found.events[2].session == b"consumer"
 
 
+def test_a_row_that_is_too_old_for_a_task_was_not_consumed_by_it() -> None:
+    box = Box()
+    used, old = box.made_by(3, 2, fields=["x"])
+    box.announce(3)
+    fetch(box, ["x"], 1, sampling={"max_staleness": 0})
+    box.announce(4)
+    assert [row(box, made).tasks[0].state for made in (used, old)] == ["consumed", "too old"]
+
+
 def test_a_row_tells_what_became_of_it_in_its_group() -> None:
     box = Box()
     box.handle(m.OpenPool(1, "p", GroupPolicy(serve="window", window=1, stale="withhold", judge="oldest"), None))

@@ -16,7 +16,7 @@ from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.locks import Locks
 from transfer_queue.controller.notices import Counts, called, of_fetch
-from transfer_queue.controller.readiness import DELAYED, KEPT, Flags, ReadyView, Slots, Task
+from transfer_queue.controller.readiness import DELAYED, KEPT, TOO_OLD, Flags, ReadyView, Slots, Task
 from transfer_queue.controller.reported_fleets import ReportedFleets
 from transfer_queue.controller.series import SeriesBook
 from transfer_queue.controller.staleness import Staleness
@@ -274,7 +274,7 @@ def _state_of(task: Task, slot: int) -> str:
     if back is not None and back.dead:
         return "dead"
     if task.consumed[slot]:
-        return "consumed"
+        return "too old" if task.fates[slot] & TOO_OLD else "consumed"
     if lease:
         return "leased" if lease > 0 else "delayed" if lease == DELAYED else "kept"
     return "ready" if any(view.ready[slot] for view in task.views.values()) else "waiting"
