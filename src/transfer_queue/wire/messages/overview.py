@@ -204,8 +204,8 @@ class InspectRow(Request):
 
 class RowOfTask(msgspec.Struct, array_like=True):
     """What a row is to a task: "waiting" (a field is missing), "ready", "leased", "kept", "delayed", "dead",
-    "consumed", or "too old", which counts as consumed and was not used. `attempts`: how often it came back, the last time for this
-    `reason`. `steps`: (step, batch) that used it, step -1 for one that is not marked yet."""
+    "consumed", or "too old", which counts as consumed and was not used. `attempts`: how often it came back, the last
+    time for this `reason`. `steps`: (step, batch) that used it, step -1 for one that is not marked yet."""
 
     task: str
     state: str
