@@ -95,6 +95,14 @@ def test_a_row_is_found_by_its_key_and_a_cleared_one_says_so(page: RunningPage, 
     tq.kv_clear(["a"], "p")
     tab.evaluate(find.format("#0"))
     shows(tab, "#row-body", "it was cleared")
+    pool = tq.group_pool("p", tq.GroupPolicy())
+    pool.open("g", 1)
+    (attempt,) = pool.claim()
+    made = pool.finish(attempt, {"x": torch.zeros(1, 3)})
+    pool.ack(pool.select(1))
+    tab.evaluate(find.format(f"#{made.global_indexes[0]}"))
+    for told in ("made it: slot 0 of group 'g', attempt 0", "took group 'g'", "acknowledged group 'g'"):
+        shows(tab, "#row-body", told)
 
 
 def test_hostile_names_and_texts_are_text(page: RunningPage, tab: browser.Tab) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_groups_controller import GroupBox, names
 
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import GroupsShort, InvalidInput
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.wire import messages as m
 
@@ -128,3 +128,16 @@ def test_who_selects_hears_that_a_group_was_given_up_for_good() -> None:
     box.ask(m.FailSlots, [m.Attempt("x", 0, 0)], "data")
     reply = box.told()["trainer"]
     assert (reply.groups, reply.ended) == ([], True)
+
+
+def test_who_waits_for_the_groups_of_a_version_hears_that_it_is_smaller() -> None:
+    box = shrinking(1, 4)
+    box.ask(m.FilterGroups, ["g1"])
+    assert box.ask(m.AwaitGroups, 4, 0.0).count == 3
+    assert len(box.select(4, 4).groups) == 3
+    assert box.ask(m.AwaitGroups, 4, 60.0, asker="watcher") is None
+    box.ask(m.AdvancePool, 1)
+    assert box.told()["watcher"].count == 4
+    box.ask(m.FilterGroups, ["g4", "g5", "g6", "g7"])
+    with pytest.raises(GroupsShort):
+        box.ask(m.AwaitGroups, 1, 60.0)

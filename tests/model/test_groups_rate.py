@@ -103,3 +103,23 @@ def test_with_a_rate_somebody_can_always_go_on(seed: int) -> None:
                     box.ask(m.FilterGroups, choose.sample(sorted(pool.groups), choose.randint(1, len(pool.groups))))
         except TransferQueueError:
             assert pool.tickets(1) is not None or pool.offered(1, 1, None)[0]
+
+
+def test_who_waits_for_groups_hears_of_those_that_the_rate_allows() -> None:
+    box = GroupBox(GroupPolicy.prioritized(9, samples_per_insert=1.0))
+    made_with_tickets(box, 0, 1)
+    assert box.ask(m.AwaitGroups, 1, 0.0).count == 1
+    box.ask(m.AckGroups, box.select(1, 1).lease, None, False)
+    assert box.ask(m.AwaitGroups, 1, 60.0, asker="watcher") is None, "select would wait as well"
+    assert box.ask(m.DescribePool).values["eligible"] == 0
+    made_with_tickets(box, 1, 1)
+    assert box.told()["watcher"].count == 1
+
+
+def test_who_waits_for_groups_hears_of_none_that_is_never_drawn() -> None:
+    box = GroupBox(GroupPolicy.prioritized(9))
+    box.made("x")
+    box.ask(m.PrioritizeGroups, ["x"], [0.0])
+    assert box.ask(m.AwaitGroups, 1, 60.0, asker="watcher") is None
+    box.ask(m.PrioritizeGroups, ["x"], [1e-40])
+    assert box.told()["watcher"].count == 1

@@ -139,6 +139,14 @@ def test_keys_are_listed_a_page_at_a_time() -> None:
     assert told("ls", "train", "--skip", "12").splitlines()[-1] == "1 of 13 keys"
 
 
+def test_rows_without_a_key_are_counted_beside_the_keys(filled: transfer_queue.TransferQueueClient) -> None:
+    filled.put({"x": torch.zeros(3, 1)}, partition_id="unnamed")
+    assert (shown("ls", "unnamed")["num_keys"], shown("ls", "unnamed")["num_unnamed"]) == (0, 3)
+    assert told("ls", "unnamed").splitlines()[-1] == "3 rows without a key"
+    filled.clear_partition("unnamed")
+    assert shown("ls", "train")["num_unnamed"] == 0
+
+
 @pytest.mark.usefixtures("filled")
 def test_a_task_is_shown_with_what_it_has() -> None:
     actor, bad = shown("tasks")

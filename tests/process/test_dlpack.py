@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import transfer_queue as tq
+from transfer_queue.bridge import Numbers, Ragged, RolloutBridge, RolloutSchema
 from transfer_queue.codec import lists
-from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.errors import InvalidInput, SchemaViolation, UnsupportedValue
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -126,3 +127,35 @@ def test_a_registered_type_stays_what_it_is() -> None:
     tq.register_type(Own, name="Own", to_plain=lambda own: own.held.tolist(), from_plain=lambda plain: Own(plain))
     tq.kv_batch_put(["a", "b"], "registered", {"x": [Own(torch.ones(1)), Own(torch.ones(2))]})
     assert [type(value) for value in tq.kv_batch_get(["a", "b"], "registered")["x"].tolist()] == [Own, Own]
+
+
+def test_the_bridge_takes_columns_and_rows_of_them(shared: tq.TransferQueueClient) -> None:
+    schema = RolloutSchema({"tokens": Ragged(), "rewards": Numbers(), "values": Ragged(dtype="float32", optional=True)})
+    bridge = RolloutBridge(shared, schema)
+    rows = [Exporter(torch.arange(2)), [7], Exporter(torch.arange(3))]
+    bridge.put("step", {"tokens": rows, "rewards": Exporter(torch.ones(3))})
+    found = bridge.fetch("step", "critic", columns=["tokens", "rewards"])
+    assert [row.tolist() for row in found["tokens"]] == [[0, 1], [7], [0, 1, 2]]
+    assert found["rewards"].tolist() == [1.0, 1.0, 1.0]
+    bridge.write_back(found, {"values": Exporter(torch.zeros(3, 2))})
+    assert [len(row) for row in bridge.fetch("step", "actor", columns=["values"])["values"]] == [2, 2, 2]
+
+
+def test_the_bridge_refuses_by_row_and_field_what_cannot_be_exported(shared: tq.TransferQueueClient) -> None:
+    class Broken(Exporter):
+        def __dlpack__(self, **how: Any) -> Any:
+            raise BufferError("elsewhere")
+
+    bridge = RolloutBridge(shared, RolloutSchema({"tokens": Ragged()}))
+    with pytest.raises(SchemaViolation, match=r"row 1, field 'tokens': .*elsewhere") as found:
+        bridge.put("refused", {"tokens": [[1], Broken(torch.arange(2))]})
+    assert (found.value.row, found.value.field) == (1, "tokens")
+
+
+def test_a_new_value_of_a_cell_is_a_tensor() -> None:
+    tq.kv_put("a", "update", {"x": torch.zeros(2), "n": torch.ones(2)})
+    tq.kv_update("a", "update", "x", Exporter(torch.ones(2)), "add")
+    tq.kv_update("a", "update", {"x": Exporter(torch.ones(2))}, None, "append")
+    tq.kv_update("a", "update", ["n"], {"n": Exporter(torch.full((2,), 7.0))}, "max")
+    found = tq.kv_batch_get("a", "update", dense=True)
+    assert (found["x"].tolist(), found["n"].tolist()) == ([[1.0] * 4], [[7.0] * 2])

@@ -510,6 +510,36 @@ def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
     assert scrape.value("tq_series", series="steps", state="open") == 1
 
 
+def test_metrics_tell_who_waits_for_groups_and_which_source_is_not_used(service: Any, child: Spawn) -> None:
+    client = service(metrics={"enabled": True})
+    pool = tq.group_pool("train", tq.GroupPolicy())
+    trainer = child("""
+        import time
+        import transfer_queue as tq
+        tq.init()
+        print("in", flush=True)
+        print(len(tq.group_pool("train").select(2, timeout_s=60)), flush=True)
+        time.sleep(600)
+    """)
+    assert trainer.line() == "in"
+    select = {"partition_id": "train", "call": "select"}
+    name, starved = "tq_oldest_group_wait_seconds", "tq_group_source_starved_seconds"
+
+    def told(metric: str, **labels: str) -> float | None:
+        return Scrape(tq.get_metrics_endpoint() or "").value(metric, **labels)
+
+    until(lambda: (told(name, **select) or 0) > 0, "the wait")
+    assert told(name, partition_id="train", call="tickets") == 0
+    made(pool, 1, source="math"), made(pool, 2, source="code")
+    assert trainer.line() == "2"
+    assert told(name, **select) == 0
+    assert (told(starved, partition_id="train", source="math") or 0) > 0
+    trainer.kill()
+    until(lambda: client.stats()["groups"]["train"]["sealed"] == 2, "the return of what it had")
+    pool.ack(pool.select(2))
+    assert told(starved, partition_id="train", source="math") == 0
+
+
 def test_bad_calls_are_refused_before_anything_is_stored(pool: GroupPool) -> None:
     pool.open("g", 1)
     (attempt,) = pool.claim()

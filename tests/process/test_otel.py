@@ -74,6 +74,20 @@ def test_a_put_is_a_span_within_the_programs_and_its_rows_name_it(client: tq.Tra
     assert len(meta) == 2
 
 
+def test_the_result_of_a_group_is_a_put_whose_rows_name_it(client: tq.TransferQueueClient, spans: Spans) -> None:
+    pool = tq.group_pool("groups", tq.GroupPolicy())
+    pool.open("g", 2)
+    one, other = pool.claim(2)
+    spans()
+    pool.finish(one, {"x": torch.zeros(1, 3)})
+    pool.finish_batch([other.result()], {"x": torch.zeros(1, 3)})
+    puts = spans()
+    assert [(put.name, put.kind) for put in puts] == [(name, SpanKind.PRODUCER) for name in ("finish", "finish_batch")]
+    batch = pool.select(1)
+    assert batch.metadata.custom_meta == [{"traceparent": named(put)} for put in puts]
+    assert linked(spans()[0]) == [put.context.span_id for put in puts]
+
+
 @pytest.mark.parametrize("way", ["get_meta", "take", "stream", "get_data", "by_meta"])
 def test_a_get_is_linked_to_the_spans_that_wrote_its_rows(
     client: tq.TransferQueueClient, spans: Spans, way: str

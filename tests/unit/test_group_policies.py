@@ -206,6 +206,7 @@ def test_a_whole_group_begins_anew_where_the_policy_says_so() -> None:
     pool.done("x", 0, 0, result([7]))
     pool.fail("x", 1, 0, "infra")
     assert pool.discarded == [7]
+    assert pool.source("").discarded_tokens == result([7]).tokens > 0
     assert pool.idle(9, "x") == [("x", 0), ("x", 1), ("x", 2)]
     assert pool.is_consistent()
 

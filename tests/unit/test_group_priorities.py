@@ -236,3 +236,12 @@ def test_what_is_no_priority_is_refused(priority: float) -> None:
     with pytest.raises(InvalidInput, match="priority"):
         pool.prioritize({"x": priority})
     assert pool.groups["x"].priority == 1.0
+
+
+def test_a_priority_above_0_is_drawn_however_small_its_power_is() -> None:
+    pool = pool_of(GroupPolicy.prioritized(9, priority_exponent=10.0, max_times_sampled=1))
+    made(pool, "x", priority=1e-40)
+    pool.end()
+    assert pool.num_available == 1
+    assert lent(pool) == ["x"]
+    assert pool.ends_with([pool.groups["x"]])

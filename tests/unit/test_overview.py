@@ -103,7 +103,8 @@ def test_every_place_where_requests_wait_is_shown() -> None:
     for message in parked:
         assert box.handle(message, ticket=message.rid) is None
     lacks = {one.call: one.lacks for one in overview(box).waits}
-    assert lacks.keys() == {"kv_global_lock", "SelectGroups", "ClaimSlots", "kv_watch", "admit"}
+    assert lacks.keys() == {"kv_global_lock", "select", "claim", "kv_watch", "admit"}
+    assert lacks["select"].startswith("1 groups: the pool of 'p' at version 0 has 0 open groups")
     assert "'a' is held by" in lacks["kv_global_lock"]
     assert all(lacks.values())
 
@@ -258,6 +259,39 @@ def test_a_row_tells_what_became_of_it() -> None:
     ]  # fmt: skip
     assert [one.ago_s for one in found.events] == [21.0, 20.0, 20.0, 1.0, 0.0, 0.0]
     assert found.events[2].session == b"consumer"
+
+
+def test_a_row_that_is_too_old_for_a_task_was_not_consumed_by_it() -> None:
+    box = Box()
+    used, old = box.made_by(3, 2, fields=["x"])
+    box.announce(3)
+    fetch(box, ["x"], 1, sampling={"max_staleness": 0})
+    box.announce(4)
+    assert [row(box, made).tasks[0].state for made in (used, old)] == ["consumed", "too old"]
+
+
+def test_a_row_tells_what_became_of_it_in_its_group() -> None:
+    box = Box()
+    box.handle(m.OpenPool(1, "p", GroupPolicy(serve="window", window=1, stale="withhold", judge="oldest"), None))
+    box.handle(m.OpenGroup(2, "p", "g", 2, 2, "math", {}, None, None, False))
+    slots = box.handle(m.ClaimSlots(3, "p", 2, None, 0.0)).slots
+    rows = indexes(box.put(2, ["x"]))
+    for number, (one, made) in enumerate(zip(slots, rows, strict=True)):
+        result = m.FinishedSlot("g", one.slot, one.attempt, 1.0, 2 * number, 2, 5, {})
+        box.handle(m.FinishSlots(4, "p", [result], packed([made])))
+    box.handle(m.AdvancePool(5, "p", 2))
+    first = box.handle(m.SelectGroups(6, "p", 1, 1, None, 9.0, 0.0))
+    box.handle(m.ReleaseGroups(7, first.lease, None))
+    second = box.handle(m.SelectGroups(8, "p", 1, 1, None, 9.0, 0.0))
+    box.handle(m.AckGroups(9, second.lease, None, False))
+    old, new = ([(one.what, one.detail) for one in row(box, made).events] for made in rows)
+    group = "group 'g'"
+    assert new == [
+        ("written", "x"), ("finished", "slot 1 of group 'g', attempt 0"), ("selected", group), ("returned", group),
+        ("selected", group), ("acknowledged", group),
+    ]  # fmt: skip
+    assert [what for what, _ in old] == ["written", "finished", "withheld", "returned", "withheld", "acknowledged"]
+    assert (row(box, rows[1]).group, overview(box).groups["p"]["sources"]["math"]["discarded_tokens"]) == (None, 5)
 
 
 def test_a_row_names_the_steps_that_used_it() -> None:

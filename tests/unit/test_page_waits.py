@@ -24,8 +24,8 @@ from transfer_queue.wire.messages.overview import (
 )
 
 
-def wait(call: str = "get_meta", partition: str = "p", task: str = "actor") -> WaitOverview:
-    return WaitOverview(call, partition, task, b"", 1.0, 1.0, "", ["prompt", "reward"] if call == "get_meta" else [])
+def wait(call: str = "get_meta", partition: str = "p", task: str = "actor", lacks: str = "") -> WaitOverview:
+    return WaitOverview(call, partition, task, b"", 1.0, 1.0, lacks, ["prompt", "reward"] if call == "get_meta" else [])
 
 
 def partition(rows: int, declared: int | None = None, **written: int) -> dict[str, PartitionOverview]:
@@ -44,7 +44,11 @@ def partition(rows: int, declared: int | None = None, **written: int) -> dict[st
         (wait(), partition(4, prompt=4, reward=4), "actor waits for more rows"),
         (wait(), {}, "actor waits for partition p"),
         (wait("admit", ""), {}, "actor waits in admit"),
-        (wait("put", "", ""), {}, "put waits"),
+        (wait("put", "", ""), {}, "put waits for room"),
+        (wait("put", "new", ""), {}, "put waits for room"),
+        (wait("open_partition", "step_1", ""), {}, "open_partition waits for its turn"),
+        (wait("select", "p", "", "3 groups: the pool of 'p' ..."), {}, "select waits for 3 groups"),
+        (wait("load", "p", ""), partition(1), "load waits"),
     ],
 )
 def test_a_wait_names_what_is_missing(told: WaitOverview, known: dict[str, PartitionOverview], text: str) -> None:

@@ -27,8 +27,9 @@ from transfer_queue.bridge.schema import (
     native,
 )
 from transfer_queue.codec.layout import offsets_of
+from transfer_queue.codec.lists import exchanged, is_exporter
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
-from transfer_queue.errors import SchemaViolation
+from transfer_queue.errors import SchemaViolation, UnsupportedValue
 
 Form: TypeAlias = Literal["tensors", "arrays", "lists"]
 FORMS = ("tensors", "arrays", "lists")
@@ -42,6 +43,28 @@ _LETTERS = {  # of `struct`; not "?", which packs the truth of any object
     "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "q",
     "uint64": "Q", "float32": "f", "float64": "d",
 }  # fmt: skip
+
+
+def exchanged_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, in which arrays of other libraries (DLPack) are tensors: whole columns, and rows of lists. Raises
+    `SchemaViolation`."""
+    return {name: _exchanged_column(name, column) for name, column in batch.items()}
+
+
+def _exchanged_column(name: str, column: Any) -> Any:
+    if isinstance(column, (list, tuple)) and any(map(is_exporter, column)):
+        return [_exchanged(name, value, row) for row, value in enumerate(column)]
+    return _exchanged(name, column, None)
+
+
+def _exchanged(name: str, value: Any, row: int | None) -> Any:
+    if not is_exporter(value):
+        return value
+    try:
+        return exchanged(value)
+    except UnsupportedValue as error:
+        where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
+        raise SchemaViolation(f"{where}: {error}", row, name) from None
 
 
 def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from transfer_queue.cli.attaching import Address, AsJson, session
+from transfer_queue.cli.attaching import Address, AsJson, answer, session
 from transfer_queue.cli.looking import overview_of
 from transfer_queue.cli.tables import harmless, print_json, print_table, shown
 from transfer_queue.errors import UnknownRows
@@ -67,20 +67,26 @@ def _fields(one: m.PartitionOverview) -> str:
 
 
 def _list_keys(partition: str, part: slice, address: str | None, as_json: bool) -> None:
+    from transfer_queue.client.operations.overview import overview
+
     with session(address) as found:
         changes = _changes(found, partition, {})
         if changes is None:
             raise UnknownRows(f"partition {partition!r} does not exist: `tq ls` shows those that do")
+        rows = {one.name: one.rows for one in answer(found, overview(found, 0)).partitions}.get(partition, 0)
+    unnamed = max(0, rows - len(changes.keys))
     tags = changes.tags or [{}] * len(changes.keys)
     lines = list(zip(changes.keys[part], tags[part], strict=True))
     if as_json:
         keys = [{"key": key, "tags": tag} for key, tag in lines]
-        print_json({"partition": partition, "num_keys": len(changes.keys), "keys": keys})
+        print_json({"partition": partition, "num_keys": len(changes.keys), "num_unnamed": unnamed, "keys": keys})
         return
     print_table(("key", "tags"), lines)
     if len(lines) < len(changes.keys):
         text = f"{len(lines):,} of {len(changes.keys):,} keys"
         print(f"{text}; --skip {part.stop} shows the next" if part.stop < len(changes.keys) else text)
+    if unnamed:
+        print(f"{unnamed:,} {'row' if unnamed == 1 else 'rows'} without a key")
 
 
 def _changes(found: Session, partition: str, known: dict[str, tuple[int, int]]) -> m.Changes | None:

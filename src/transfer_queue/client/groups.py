@@ -387,8 +387,9 @@ class GroupOperations:
             yield Call(m.ReleaseGroups(self.session.next_rid(), batch.lease, names))
 
     def wait(self, min_groups: int, timeout_s: float | None = None) -> Operation[int]:
-        """How many groups could be selected now, which nobody gets by it. Waits until there are `min_groups`, at most
-        `timeout_s`; fewer where no more can come. Raises `DeadlineExceeded`."""
+        """How many groups `select` could give now, which nobody gets by it. Waits until there are `min_groups`, at most
+        `timeout_s`; fewer where no more can come, or where the policy lets a version shrink. Raises `DeadlineExceeded`,
+        `GroupsShort`."""
         wait_s = _waiting(self, timeout_s)
         return (yield _call(self, m.AwaitGroups, min_groups, wait_s, wait_s=wait_s))[0].count
 

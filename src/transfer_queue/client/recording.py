@@ -26,7 +26,7 @@ ACTIONS: Mapping[type, str] = {
     m.Commit: WROTE, m.Fetch: READ, m.Get: READ, m.SelectGroups: READ, m.Ack: USED, m.AckGroups: USED, m.MarkStep: USED,
 }  # fmt: skip
 BY_NAME = {  # what a span of OpenTelemetry has to know when it begins
-    **dict.fromkeys(("put", "kv_put", "kv_batch_put", "update", "kv_update"), WROTE),
+    **dict.fromkeys(("put", "kv_put", "kv_batch_put", "update", "kv_update", "finish", "finish_batch"), WROTE),
     **dict.fromkeys(("get_meta", "get_data", "take", "stream", "select", "kv_batch_get", "kv_batch_get_by_meta"), READ),
 }
 NOTHING: Mapping[str, Any] = {}

@@ -12,8 +12,8 @@ from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
 from transfer_queue.controller.fetch import check_fetch, check_insert, row_set
+from transfer_queue.controller.group_checks import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.group_results import SortedResults, left_out, new_blocks, without_refused
-from transfer_queue.controller.groups import REQUESTS as GROUP_REQUESTS
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
@@ -238,7 +238,7 @@ class Controller:
     def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
         """Be able to remove new rows, should their asker never get them; remember who wrote what."""
         if type(message) is m.Commit and isinstance(reply, m.Committed):
-            self.state.recent.wrote(self._leases.now, session, message, reply.rows)
+            self.state.recent.wrote(self._leases.now, session, message, reply)
         if type(message) is m.Insert and isinstance(reply, m.RowSet):
             fields = message.fields if message.alone else ()
             grant = InsertGrant(self.tables[message.partition], indexes_of(reply.rows), fields)

@@ -16,6 +16,15 @@ from transfer_queue.groups import PoolCore, SiblingGroup
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
+REQUESTS = (
+    m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
+    m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
+    m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
+    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool, m.UnstartSlots,
+)  # fmt: skip
+OUTCOMES = (  # nobody asks for them
+    m.IssueTickets, m.StartSlots, m.UnstartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups,
+)  # fmt: skip
 MAX_COUNT = 1 << 20
 MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
 

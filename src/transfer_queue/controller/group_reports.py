@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from transfer_queue.controller.fetch import row_set
 from transfer_queue.controller.group_holdings import GroupLease
+from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.table import Table
 from transfer_queue.groups import PoolCore, SiblingGroup
 from transfer_queue.wire import messages as m
@@ -16,10 +17,12 @@ from transfer_queue.wire import messages as m
 
 def summary(partition: str, pool: PoolCore) -> str:
     """What there is, for whoever waits for more."""
+    rate = pool.policy.samples_per_insert
+    allowed = "" if rate is None else f"; samples_per_insert={rate:g} allows {pool.samples_left():g} selections now"
     return (
         f"the pool of {partition!r} at version {pool.version} has {pool.num_open} open groups, "
-        f"{pool.num_sealed} sealed ones ({len(pool.eligible())} eligible), {pool.num_lent} lent, "
-        f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled"
+        f"{pool.num_sealed} sealed ones ({pool.num_available} eligible), {pool.num_lent} lent, "
+        f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled{allowed}"
     )
 
 
@@ -39,7 +42,7 @@ def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int,
         for name, one in pool.state.sources.items()
     }
     return {
-        "version": pool.version, **by_state(pool), "eligible": len(pool.eligible()),
+        "version": pool.version, **by_state(pool), "eligible": pool.num_available,
         "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
@@ -72,6 +75,32 @@ def leased(lease: GroupLease, pool: PoolCore) -> m.LeaseOverview:
     """A lease, as it is shown."""
     rows = sum(len(pool.groups[name].rows) for name in lease.names if name in pool.groups)
     return m.LeaseOverview(lease.number, lease.partition, "", rows, lease.names, [lease.session], lease.deadline)
+
+
+def tell_rows(
+    recent: RecentEvents, now: float, what: str, lease: GroupLease, names: Iterable[str], pool: PoolCore
+) -> None:
+    """What became of rows of groups of a lease, for who looks at one of them. Of "selected" ones some are withheld."""
+    for name in names:
+        group = pool.groups.get(name)
+        if group is None:
+            continue
+        held = pool.withheld(group) if what == "selected" else []
+        for said, is_held in ((what, False), ("withheld", True)):
+            rows = [
+                row for number, slot in enumerate(group.slots)
+                if slot.result is not None and (number in held) == is_held for row in slot.result.rows
+            ]  # fmt: skip
+            recent.judged(now, said, lease.session, lease.partition, name, rows)
+
+
+def finished_rows(recent: RecentEvents, now: float, session: bytes, message: m.FinishSlots, pool: PoolCore) -> None:
+    """Rows that were there before are results of attempts now, as far as they are wanted."""
+    for one in message.finished:
+        group = pool.groups.get(one.group)
+        result = None if group is None else group.slots[one.slot].result
+        if group is not None and result is not None and group.slots[one.slot].attempts == one.attempt + 1:
+            recent.finished(now, session, message.partition, [one], np.array(result.rows, np.int64))
 
 
 def has_fields(table: Table | None, fields: Sequence[str], group: SiblingGroup) -> bool:

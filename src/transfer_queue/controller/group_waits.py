@@ -1,4 +1,4 @@
-"""What requests about groups wait for."""
+"""What requests about groups wait for, and in whose words."""
 
 from __future__ import annotations
 
@@ -20,3 +20,17 @@ def place_of(parked: Waiter[Any]) -> Hashable:
         case m.AwaitGroups():
             return parked.ticket  # it takes nothing, so nobody waits behind it
     return (type(message),)
+
+
+def wanted(message: Any) -> str:
+    """What a request waits for, in words."""
+    match message:
+        case m.TakeTickets(count=count):
+            return f"{count} tickets"
+        case m.ClaimSlots(group=group):
+            return "a slot that nobody works on" + ("" if group is None else f", of group {group!r}")
+        case m.SelectGroups(least=least, fields=fields):
+            return f"{least} groups" + (f" with {fields} on all their rows" if fields else "")
+        case m.AwaitGroups(count=count):
+            return f"{count} groups"
+    return "groups that were evicted"

@@ -18,6 +18,7 @@ from transfer_queue.controller.deadlines import NO_TIME, Deadlines
 from transfer_queue.controller.group_changes import CHANGES
 from transfer_queue.controller.group_checks import (
     MAX_VERSION,
+    OUTCOMES,
     check_pool,
     check_unused,
     check_versions,
@@ -27,17 +28,20 @@ from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, Se
 from transfer_queue.controller.group_reports import (
     by_state,
     described,
+    finished_rows,
     has_fields,
     leased,
     lent_group,
     rows_of,
     summary,
+    tell_rows,
 )
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
-from transfer_queue.controller.group_waits import place_of
+from transfer_queue.controller.group_waits import place_of, wanted
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
+from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import GroupGrant, Unreceived
 from transfer_queue.controller.wait_lines import WaitLines
@@ -52,20 +56,11 @@ from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
-REQUESTS = (
-    m.OpenPool, m.TakeTickets, m.ReturnTickets, m.OpenGroup, m.ClaimSlots, m.StartSlots, m.FinishSlots, m.FailSlots,
-    m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
-    m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
-    m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool, m.UnstartSlots,
-)  # fmt: skip
-OUTCOMES = (  # nobody asks for them
-    m.IssueTickets, m.StartSlots, m.UnstartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups,
-)  # fmt: skip
-
 
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases and attempts end.
-    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
+    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled.
+    `consumed_at`: when a group of a source was used last, or its first one opened; not of what was recovered."""
 
     def __init__(
         self,
@@ -74,6 +69,7 @@ class GroupPools:
         unreceived: Unreceived,
         versions: Callable[[], WeightVersions],
         now: Callable[[], float],
+        recent: RecentEvents,
     ) -> None:
         self.pools: dict[str, PoolCore] = {}
         self.used = UsedNumbers()
@@ -92,8 +88,9 @@ class GroupPools:
         self.deadlines = (self._lease_ends, self._term_ends)
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
-        self._consumed_at: dict[tuple[str, str], float] = {}
+        self.consumed_at: dict[tuple[str, str], float] = {}
         self._now = now
+        self._recent = recent
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
             m.OpenPool: self._open_pool, m.RemovePool: self._remove, m.AdvancePool: self._advance,
             m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlots: self._finish,
@@ -114,6 +111,7 @@ class GroupPools:
                 lease.deadline = max(lease.deadline, now + lease_s)
             case m.AckGroups(lease=number, groups=names, clears=clears):
                 lease, names = self._part(number, names)
+                self._tell("acknowledged", lease, names)
                 self.rules[m.ConsumeGroups](m.ConsumeGroups(0, lease.partition, names, clears))
                 self._shrink(lease, names)
             case m.ReleaseGroups(lease=number, groups=names):
@@ -129,6 +127,8 @@ class GroupPools:
         reply = self.rules[type(message)](message)
         if isinstance(message, m.OpenGroup) and message.refills:
             self._pay_refill(message.partition, session)
+        if isinstance(message, m.FinishSlots):  # those of a commit are told of with it
+            finished_rows(self._recent, self._now(), session, message, self.pools[message.partition])
         return reply
 
     def _pay_refill(self, partition: str, session: bytes) -> None:
@@ -180,7 +180,7 @@ class GroupPools:
         for held in self._holdings.values():
             held.drop(partition)
         for source in pool.state.sources:
-            self._consumed_at.pop((partition, source), None)
+            self.consumed_at.pop((partition, source), None)
 
     def _refuse_waiting(self, why: str) -> None:
         """Whoever waits for something of a pool that is gone hears of it."""
@@ -252,8 +252,8 @@ class GroupPools:
 
     def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
         """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
-        if self._now() > NO_TIME and not (only_first and (partition, source) in self._consumed_at):
-            self._consumed_at[partition, source] = self._now()
+        if self._now() > NO_TIME and not (only_first and (partition, source) in self.consumed_at):
+            self.consumed_at[partition, source] = self._now()
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
         self._pool(message.partition).issue(message.tickets)
@@ -320,8 +320,9 @@ class GroupPools:
             case m.SelectGroups():
                 return self._select(pool, message, session)
             case m.AwaitGroups(count=count):
-                found = len(pool.eligible()) if pool.num_sealed else 0
-                return m.Counted(message.rid, found) if found >= count or pool.nothing_comes else None
+                found = pool.num_available
+                over = found >= pool.needed(count) or pool.nothing_comes
+                return m.Counted(message.rid, found) if over else None
         return self._give_refills(pool, message, session)
 
     def _give_tickets(self, pool: PoolCore, message: m.TakeTickets, session: bytes, count: int) -> m.Reply | None:
@@ -362,6 +363,7 @@ class GroupPools:
         names = [group.name for group in groups]
         lease = GroupLease(next(self._numbers), message.partition, names, session, self._now() + message.lease_s)
         if groups:
+            self._tell("selected", lease, names)
             self.rules[m.LendGroups](m.LendGroups(0, message.partition, names))
             self._leases[lease.number] = lease
             self._lease_ends.add(lease.number)
@@ -453,7 +455,12 @@ class GroupPools:
     def _release(self, lease: GroupLease, names: list[str]) -> None:
         self._shrink(lease, names)
         if lease.partition in self.pools and names:
+            self._tell("returned", lease, names)
             self.rules[m.UnlendGroups](m.UnlendGroups(0, lease.partition, names))
+
+    def _tell(self, what: str, lease: GroupLease, names: Iterable[str]) -> None:
+        """Be able to say what became of the rows of these groups."""
+        tell_rows(self._recent, self._now(), what, lease, names, self.pools[lease.partition])
 
     def undo(self, session: bytes, grant: GroupGrant) -> None:
         """Nobody got an answer."""
@@ -523,11 +530,11 @@ class GroupPools:
             self._changed(partition)
 
     def reason(self, message: Any) -> str:
-        return summary(message.partition, self._pool(message.partition))
+        return f"{wanted(message)}: {summary(message.partition, self._pool(message.partition))}"
 
     def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
-        used_at = {name: self._consumed_at.get((partition, name)) for name in pool.state.sources}
+        used_at = {name: self.consumed_at.get((partition, name)) for name in pool.state.sources}
         return described(pool, used_at, sum(one.message.partition == partition for one in self.parked), now)
 
     def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
@@ -563,7 +570,7 @@ class GroupPools:
         self._terms.clear()
         self._term_ends.clear()
         self._holdings.clear()
-        self._consumed_at.clear()
+        self.consumed_at.clear()
         self.pools = pools
         self.used.retire(used.tickets, used.attempts)
         for pool in pools.values():

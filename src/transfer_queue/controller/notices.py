@@ -17,6 +17,10 @@ from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
 LISTED = 8
+CALLED: dict[type, str] = {
+    m.TakeTickets: "tickets", m.ClaimSlots: "claim", m.SelectGroups: "select", m.AwaitGroups: "wait",
+    m.TakeRefills: "refills",
+}  # fmt: skip
 Counts: TypeAlias = dict[tuple[str, str], int]  # rows on which a field is written, by partition and field
 
 
@@ -52,9 +56,9 @@ def answer_waiting(
     parked: WaitQueue[Any], outbox: list[tuple[Hashable, m.Reply]], now: float, name: str, reason: Callable[[Any], str]
 ) -> list[Waiter[Any]]:
     """Tell those who are due what they wait for (`reason` of a message), and those who waited long enough, who are
-    returned: whoever came behind them may be answered now. `name` is what they called; "": the kind of message."""
+    returned: whoever came behind them may be answered now. `name` is what they called; "": as `called` says."""
     for one, waited_s in parked.due(now):
-        text = f"{name or type(one.message).__name__} waits for {waited_s:g} s: {reason(one.message)}"
+        text = f"{name or called(one.message)} waits for {waited_s:g} s: {reason(one.message)}"
         outbox.append((one.ticket, m.Waiting(one.message.rid, text)))
     expired = parked.expired(now)
     for one in expired:
@@ -65,7 +69,12 @@ def answer_waiting(
 
 def too_late(message: Any, name: str, reason: Callable[[Any], str]) -> str:
     """What is told to who waited long enough."""
-    return f"{name or type(message).__name__}: not within {message.timeout_s:g} s: {reason(message)}"
+    return f"{name or called(message)}: not within {message.timeout_s:g} s: {reason(message)}"
+
+
+def called(message: Any) -> str:
+    """What the asker called, where that is a method of a pool of groups; else the kind of message."""
+    return CALLED.get(type(message), type(message).__name__)
 
 
 def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts: Counts) -> str:

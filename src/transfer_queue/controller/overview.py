@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.locks import Locks
-from transfer_queue.controller.notices import Counts, of_fetch
-from transfer_queue.controller.readiness import DELAYED, KEPT, Flags, ReadyView, Slots, Task
+from transfer_queue.controller.notices import Counts, called, of_fetch
+from transfer_queue.controller.readiness import DELAYED, KEPT, TOO_OLD, Flags, ReadyView, Slots, Task
 from transfer_queue.controller.reported_fleets import ReportedFleets
 from transfer_queue.controller.series import SeriesBook
 from transfer_queue.controller.staleness import Staleness
@@ -36,7 +36,7 @@ MAX_STEPS = 64
 
 
 class WaitPlace(NamedTuple):
-    """Where requests wait: what their callers called ("": by kind of message), and what one of them lacks."""
+    """Where requests wait: what their callers called ("": as `called` says), and what one of them lacks."""
 
     queue: WaitQueue[Any]
     call: str
@@ -135,7 +135,7 @@ class Overviews:
         waited_s = None if one.since is None else self._now - one.since
         lacks = place.lacks(one)
         return m.WaitOverview(
-            place.call or type(message).__name__, getattr(message, "partition", None) or "",
+            place.call or called(message), getattr(message, "partition", None) or "",
             getattr(message, "task", ""), one.session, waited_s, max(0.0, one.deadline - self._now), lacks[:MAX_LACKS],
             message.fields if type(message) is m.Fetch else [],
         )  # fmt: skip
@@ -274,7 +274,7 @@ def _state_of(task: Task, slot: int) -> str:
     if back is not None and back.dead:
         return "dead"
     if task.consumed[slot]:
-        return "consumed"
+        return "too old" if task.fates[slot] & TOO_OLD else "consumed"
     if lease:
         return "leased" if lease > 0 else "delayed" if lease == DELAYED else "kept"
     return "ready" if any(view.ready[slot] for view in task.views.values()) else "waiting"

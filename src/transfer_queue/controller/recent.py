@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,10 +38,32 @@ class RecentEvents:
         self._events: deque[Happened] = deque()
         self._num_rows = 0
 
-    def wrote(self, at: float, session: bytes, message: m.Commit, rows: bytes) -> None:
-        """A commit is done; `rows` are its own."""
+    def wrote(self, at: float, session: bytes, message: m.Commit, reply: m.Committed) -> None:
+        """A commit is done, and this is its answer."""
         fields = [field.name for field in message.fields] + [one.field.name for one in message.shared]
-        self.note(Happened(at, "written", message.partition, indexes_of(rows), session, "", tuple(fields)))
+        rows = indexes_of(reply.rows)
+        self.note(Happened(at, "written", message.partition, rows, session, "", tuple(fields)))
+        if message.finishes:
+            refused = {one.at for one in reply.refused}
+            results = [one for place, one in enumerate(message.finishes) if place not in refused]
+            if sum(one.count for one in results) == len(rows):  # else some were said before
+                self.finished(at, session, message.partition, results, rows)
+
+    def finished(
+        self, at: float, session: bytes, partition: str, results: Sequence[m.FinishedSlot], rows: NDArray[np.int64]
+    ) -> None:
+        """Attempts have these results, and the rows in turn."""
+        stop = 0
+        for one in results:
+            start, stop = stop, stop + one.count
+            what = f"slot {one.slot} of group {one.group!r}, attempt {one.attempt}"
+            self.note(Happened(at, "finished", partition, rows[start:stop], session, "", (what,)))
+
+    def judged(self, at: float, what: str, session: bytes, partition: str, group: str, rows: Sequence[int]) -> None:
+        """This became of rows as those of a group; nothing is noted while that is only recovered."""
+        if rows and at > NO_TIME:
+            told = (f"group {group!r}",)
+            self.note(Happened(at, what, partition, np.array(rows, np.int64), session, "", told))
 
     def took(self, at: float, session: bytes, message: m.Fetch, rows: bytes) -> None:
         """A task has these rows."""

@@ -48,7 +48,7 @@ class ControllerState:
         self.staleness = self.fetching.staleness
         self.groups = GroupPools(
             self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions,
-            lambda: self.fetching.leases.now,
+            lambda: self.fetching.leases.now, self.recent,
         )  # fmt: skip
         self.asked_at = 0.0
         self.series = SeriesBook(self.outbox, self.tables)

@@ -8,7 +8,8 @@ import msgspec
 class SourceCounters(msgspec.Struct):
     """Groups, unless said otherwise. `evicted_for` may count a group under several reasons; `evicted` counts it once.
     `failed_attempts`: of slots, by kind. `ages`, summed over `selected` groups, and `oldest`: in versions when they
-    were handed out. `withheld`: members. `discarded_tokens`: of results that nobody used."""
+    were handed out. `withheld`: members. `discarded_tokens`: of results that nobody used: of
+    groups that were evicted, of slots that were started over, and of members that were withheld in every use."""
 
     opened: int = 0
     sealed: int = 0
@@ -28,6 +29,10 @@ class SourceCounters(msgspec.Struct):
         self.discarded_tokens += tokens
         for reason in dict.fromkeys(reasons):
             self.evicted_for[reason] = self.evicted_for.get(reason, 0) + 1
+
+    def consume(self, unused_tokens: int) -> None:
+        self.consumed += 1
+        self.discarded_tokens += unused_tokens
 
     def fail(self, kind: str) -> None:
         self.failed_attempts[kind] = self.failed_attempts.get(kind, 0) + 1

@@ -41,7 +41,7 @@ class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
     may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it. `times_sampled`: how often
     it was selected, without the times that it was given back. `is_surplus`: newer ones took its place while somebody
-    had it, so it goes when it comes back."""
+    had it, so it goes when it comes back. `unused`: slots whose rows were held back when it was first selected."""
 
     name: str
     source: str
@@ -57,6 +57,7 @@ class SiblingGroup(msgspec.Struct):
     priority: float = 1.0
     times_sampled: int = 0
     is_surplus: bool = False
+    unused: list[int] = []
 
     def slot(self, number: int) -> Slot:
         """`InvalidInput` when there is none."""
@@ -143,6 +144,12 @@ class SiblingGroup(msgspec.Struct):
         return [row for result in self.results for row in result.rows]
 
     @property
+    def unused_tokens(self) -> int:
+        """Of the results whose rows nobody got."""
+        found = [self.slots[number].result for number in self.unused]
+        return sum(result.tokens for result in found if result is not None)
+
+    @property
     def can_come(self) -> bool:
         """Whether enough siblings may still get a result."""
         return sum(slot.state != "failed" for slot in self.slots) >= self.min_size
@@ -157,6 +164,7 @@ class SiblingGroup(msgspec.Struct):
         """Whether its slots fit together, and its state fits them."""
         whole = self.state == "open" or (self.is_whole and len(self.results) >= self.min_size)
         slots = all((slot.state == "done") == (slot.result is not None) for slot in self.slots)
+        slots = slots and all(0 <= number < len(self.slots) for number in self.unused)
         return whole and slots and 1 <= self.min_size <= len(self.slots) <= MAX_SIZE
 
     def judged_by(self, judge: str) -> int:

@@ -12,8 +12,8 @@ from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
 from transfer_queue.groups.choice import eligible, is_eligible, is_stale, may_serve, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
-from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
-from transfer_queue.groups.priorities import HighestFirst, PriorityIndex, Weighted
+from transfer_queue.groups.policy import GroupPolicy
+from transfer_queue.groups.priorities import check_priority, index_of
 from transfer_queue.groups.rate import SampleRate
 from transfer_queue.groups.state import PoolState
 from transfer_queue.groups.work import OpenWork
@@ -31,7 +31,7 @@ class PoolCore:
         self._num_surplus = sum(group.is_surplus for group in state.groups.values())
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
-        self._index = _index_of(state.policy)
+        self._index = index_of(state.policy)
         self._work = OpenWork(state.groups)
         for group in state.groups.values():
             self._offer(group)
@@ -233,6 +233,7 @@ class PoolCore:
         if not group.can_come:
             self._evict(group, ["failed"])
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
+            self.source(group.source).discarded_tokens += sum(result.tokens for result in group.results)
             self._forget_rows(group.start_over())
             self._work.add(group)
         else:
@@ -387,13 +388,21 @@ class PoolCore:
         """`least` to `most` groups that may be handed out now and are accepted, best first, each with the probability
         of its draw (1 where nothing is drawn); none where there are fewer, unless no more will come. And whether there
         were some that are not accepted yet. `accepts` None: all are."""
-        left = self._samples_left()
+        left = self.samples_left()
         if self.num_sealed < min(least, 1) or (left < least and not self.nothing_comes):
             return [], False
         refused: list[str] = []
         found = self._pick(int(min(most, left)), accepts, refused)
         enough = len(found) >= least or self.nothing_comes
         return found if enough else [], bool(refused)
+
+    @property
+    def num_available(self) -> int:
+        """How many groups may be handed out now to who takes as many as there are."""
+        if not self.num_sealed:
+            return 0
+        found = sum(self.policy.order != "weighted" or one.priority > 0.0 for one in self.eligible())
+        return int(min(found, self.samples_left()))
 
     def ends_with(self, groups: Sequence[SiblingGroup]) -> bool:
         """Whether nobody gets a group after these, which are lent: none will be sealed or given back, and none that is
@@ -404,9 +413,10 @@ class PoolCore:
         sealed = (group for group in self.groups.values() if group.state == "sealed")
         come_back = (group for group in groups if uses is None or group.times_sampled < uses)
         left = itertools.chain(come_back, sealed)
-        return self._samples_left() < 1 or not any(may_serve(self.policy, self.version, one) for one in left)
+        return self.samples_left() < 1 or not any(may_serve(self.policy, self.version, one) for one in left)
 
-    def _samples_left(self) -> float:
+    def samples_left(self) -> float:
+        """How many groups the policy's rate lets be selected now."""
         return self.rate.samples_left(self._size, self.num_inserted, self._num_sampled)
 
     @property
@@ -491,6 +501,8 @@ class PoolCore:
                 raise InvalidInput(f"group {group.name!r} is {group.state}")
             group.state = "lent"
             group.times_sampled += 1
+            if group.times_sampled == 1:  # later versions hold back these, too
+                group.unused = self.withheld(group)
             self.num_sealed -= 1
             self.state.sampled += 1
             self.state.draws += self.policy.order == "weighted"
@@ -531,7 +543,7 @@ class PoolCore:
                 self._return_lent(group)
                 self._make_room()
                 continue
-            self.source(group.source).consumed += 1
+            self.source(group.source).consume(group.unused_tokens)
             self._end(group)
             self._settle(group)
             self._disown(group.rows)
@@ -586,15 +598,3 @@ class PoolCore:
             and self._work.has(live)
             and all(group.state == "lent" or not group.is_surplus for group in live)
         )
-
-
-def check_priority(name: str, priority: float) -> None:
-    """`InvalidInput` for what is no priority."""
-    if not 0.0 <= priority <= MAX_PRIORITY:
-        raise InvalidInput(f"priority {priority} of group {name!r}: expected a number from 0 to {MAX_PRIORITY:g}")
-
-
-def _index_of(policy: GroupPolicy) -> PriorityIndex | None:
-    if policy.order == "weighted":
-        return Weighted(policy.priority_exponent, policy.seed)
-    return HighestFirst() if policy.order == "priority" else None

@@ -6,12 +6,17 @@ Each change, and each group that is picked, costs the logarithm of how many ther
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import xxhash
 
+from transfer_queue.errors import InvalidInput
+from transfer_queue.groups.policy import MAX_PRIORITY, GroupPolicy
+
 Accepts = Callable[[str], bool]
+LEAST_WEIGHT = sys.float_info.min  # of a priority above 0, which is drawn however small it is
 
 
 class Picked(NamedTuple):
@@ -85,7 +90,7 @@ class Weighted:
                 self._names.append("")
             place = self._place[name] = self._free.pop()
             self._names[place] = name
-        self._tree.set(place, priority**self._exponent if priority else 0.0)
+        self._tree.set(place, max(LEAST_WEIGHT, priority**self._exponent) if priority else 0.0)
 
     def remove(self, name: str) -> None:
         place = self._place.pop(name, None)
@@ -154,3 +159,16 @@ class SumTree:
         self._nodes = [0.0] * self._size + leaves
         for node in range(self._size - 1, 0, -1):
             self._nodes[node] = self._nodes[2 * node] + self._nodes[2 * node + 1]
+
+
+def index_of(policy: GroupPolicy) -> PriorityIndex | None:
+    """An empty one for this policy; None where it does not go by priority."""
+    if policy.order == "weighted":
+        return Weighted(policy.priority_exponent, policy.seed)
+    return HighestFirst() if policy.order == "priority" else None
+
+
+def check_priority(name: str, priority: float) -> None:
+    """`InvalidInput` for what is no priority."""
+    if not 0.0 <= priority <= MAX_PRIORITY:
+        raise InvalidInput(f"priority {priority} of group {name!r}: expected a number from 0 to {MAX_PRIORITY:g}")

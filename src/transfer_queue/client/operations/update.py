@@ -248,20 +248,21 @@ def _new_values(fields: Any, values: Any) -> tuple[Columns, bool]:
             raise InvalidInput("fields has the values already")
         if not fields or not set(map(type, fields)) <= {str}:
             raise UnsupportedValue("fields is a dict with at least one field, whose names are strings")
-        return {name: [value] for name, value in fields.items()}, True
+        return {name: [value] for name, value in exchanged(fields).items()}, True
     if isinstance(fields, list) and not fields:
         raise UnsupportedValue("fields is empty")
     names = _names(fields)
     if values is None:
         raise InvalidInput("an update requires values")
     if isinstance(fields, str):
-        return {fields: [values]}, False
+        return {fields: [exchanged({fields: values})[fields]]}, False
     given = _row_of(values) if isinstance(values, TensorDictBase) else values
     if not isinstance(given, Mapping) or set(given) != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
     if isinstance(values, TensorDictBase):
         return {name: given[name] for name in names}, False
-    return {name: [given[name]] for name in names}, False
+    known = exchanged(given)
+    return {name: [known[name]] for name in names}, False
 
 
 def _row_of(batch: TensorDictBase) -> Columns:

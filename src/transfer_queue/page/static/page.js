@@ -363,7 +363,8 @@ function journey(found) {
 }
 
 function event(one) {
-  const text = { written: "wrote " + one.detail, taken: "took it for " + one.task, acknowledged: "acknowledged it for " + one.task, returned: "gave it back for " + one.task + (one.detail ? ": " + one.detail : "") }[one.what] || one.what + " " + one.task + " " + one.detail;
+  const whose = one.task ? "it for " + one.task : one.detail;
+  const text = { written: "wrote " + one.detail, finished: "made it: " + one.detail, taken: "took it for " + one.task, selected: "took " + one.detail, withheld: "took " + one.detail + " without it", acknowledged: "acknowledged " + whose, returned: "gave back " + whose + (one.task && one.detail ? ": " + one.detail : "") }[one.what] || one.what + " " + one.task + " " + one.detail;
   return make("li", one.what, one.who + " " + text, " ", make("span", "soft", seconds(one.ago_s) + " ago"));
 }
 

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from transfer_queue.controller import Controller
+from transfer_queue.controller.notices import CALLED, called
 from transfer_queue.controller.readiness import Task
 from transfer_queue.controller.table import Table
 from transfer_queue.server.compaction import Compactor
@@ -117,12 +118,41 @@ class ServerCollector(Collector):
                     fates.add_metric([partition, source, fate], getattr(one, fate))
                 for reason, number in one.evicted_for.items():
                     evicted.add_metric([partition, source, reason], number)
-        yield from (groups, fates, evicted)
+        yield from (groups, fates, evicted, self._starved(controller), self._group_waits(controller))
         series = GaugeMetricFamily("tq_series", "Partitions of series, and who waits.", labels=["series", "state"])
         for name, counts in controller.series.statistics().items():
             for state, number in counts.items():
                 series.add_metric([name, state], number)
         yield series
+
+    def _starved(self, controller: Controller) -> Metric:
+        """0 where a source has no group that could be used, so that an alert ends with its groups."""
+        starved = GaugeMetricFamily(
+            "tq_group_source_starved_seconds", "Since a group of a source was used that has some, 0 where it has none.",
+            labels=["partition_id", "source"],
+        )  # fmt: skip
+        now = monotonic()
+        for partition, pool in controller.groups.pools.items():
+            for source, one in pool.state.sources.items():
+                since = controller.groups.consumed_at.get((partition, source), now)
+                has_groups = one.opened > one.consumed + one.evicted
+                starved.add_metric([partition, source], max(0.0, now - since) if has_groups else 0.0)
+        return starved
+
+    def _group_waits(self, controller: Controller) -> Metric:
+        """Of every pool that is there, as `_fetch_waits`."""
+        now = monotonic()
+        oldest = {(partition, call): 0.0 for partition in controller.groups.pools for call in CALLED.values()}
+        for one in controller.groups.parked:
+            names = one.message.partition, called(one.message)
+            oldest[names] = max(oldest.get(names, 0.0), 0.0 if one.since is None else now - one.since)
+        waits = GaugeMetricFamily(
+            "tq_oldest_group_wait_seconds", "For how long the oldest call of a pool waits, 0 where none does.",
+            labels=["partition_id", "call"],
+        )  # fmt: skip
+        for names, oldest_s in oldest.items():
+            waits.add_metric(names, oldest_s)
+        return waits
 
     def _fetch_waits(self, controller: Controller) -> Iterator[Metric]:
         """Of every task that is there, so that an alert ends with the wait."""

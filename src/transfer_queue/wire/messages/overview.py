@@ -203,9 +203,9 @@ class InspectRow(Request):
 
 
 class RowOfTask(msgspec.Struct, array_like=True):
-    """What a row is to a task: "waiting" (a field is missing), "ready", "leased", "kept", "delayed", "dead" or
-    "consumed". `attempts`: how often it came back, the last time for this `reason`. `steps`: (step, batch) that used
-    it, step -1 for one that is not marked yet."""
+    """What a row is to a task: "waiting" (a field is missing), "ready", "leased", "kept", "delayed", "dead",
+    "consumed", or "too old", which counts as consumed and was not used. `attempts`: how often it came back, the last
+    time for this `reason`. `steps`: (step, batch) that used it, step -1 for one that is not marked yet."""
 
     task: str
     state: str
@@ -217,7 +217,9 @@ class RowOfTask(msgspec.Struct, array_like=True):
 
 class RowEvent(msgspec.Struct, array_like=True):
     """Something that happened to the row, `ago_s` ago: "written" (`detail`: fields), "taken" (task), "acknowledged",
-    "returned" (task and reason). `session`: whose request it was, b"" for the service's own."""
+    "returned" (task and reason); of a row of a group "finished" (slot and attempt), and with the group as `detail`
+    "selected", "withheld" (the group was selected without it), "acknowledged", "returned". `session`: whose request it
+    was, b"" for the service's own."""
 
     ago_s: float
     what: str
