@@ -408,7 +408,7 @@ class Receiver:
             return False
         if (m.version, m.root) != (now.version, now.root):
             raise StaleVersion(f"version {m.version} does not follow {now.version}")
-        return m.kind == "adapter" or not info.dirty
+        return m.kind == "adapter" or not (info.dirty or self._target.dropped)
 
     def _result(self, m: Manifest) -> Contents:
         """What the model will hold; raises when that cannot be reached from here or does not fit."""
