@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -96,13 +96,13 @@ class WeightServer:
         self.num_served_nbytes = 0  # of buckets; whoever has one whole finds it counted
         self._visitors = Visitors(listening, self._serve, "tq-weights-serve", max_peers)
 
-    def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
-        """The last report of each rank of a replica that came since this was asked last. Waits for one, at most
+    def outcomes(self, replicas: Collection[str], timeout_s: float = 0.0) -> list[Outcome]:
+        """The last report of each rank of these that came since this was asked last. Waits for one, at most
         `timeout_s`."""
         with self._noted:
-            self._noted.wait_for(lambda: any(one.replica == replica for one in self._outcomes), timeout_s)
-            found = {(one.who, one.rank): one for one in self._outcomes if one.replica == replica}
-            self._outcomes = [one for one in self._outcomes if one.replica != replica]
+            self._noted.wait_for(lambda: any(one.replica in replicas for one in self._outcomes), timeout_s)
+            found = {(one.who, one.rank): one for one in self._outcomes if one.replica in replicas}
+            self._outcomes = [one for one in self._outcomes if one.replica not in replicas]
         return list(found.values())
 
     def close(self) -> None:
