@@ -166,6 +166,7 @@ class _Visit:
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
         self._count = count  # of the bytes of buckets
         self._rank: int | None = None  # of the trainer, if that is who came
+        self._has_entered = False  # as a rank of this run
         self._give_back: list[Callable[[], None]] = []
 
     def answer(self, message: m.Message, came: memoryview) -> None:
@@ -182,7 +183,10 @@ class _Visit:
                 self._give_back.append(give_back)
             elif isinstance(message, p.GetHolders):
                 payload = msgspec.json.encode(self._store.holders(message.key))
-            elif isinstance(message, p.RankMessage) and self._ranks is not None:
+            elif isinstance(message, p.EnterRank) and self._ranks is not None:
+                payload = self._ranks.enter(message).encode()
+                self._has_entered = True
+            elif isinstance(message, p.RankMessage) and self._ranks is not None and self._has_entered:
                 self._rank = message.rank
                 payload = self._ranks.bring(message, bytes(came), self)
             elif isinstance(message, p.GetSpecs) and self._wants is not None:
