@@ -528,6 +528,7 @@ class TrainerEngine(AdapterCalls):
                 self._bring(self._client, "", self._num_silent, infos, deadline)
             except TransferQueueError as error:
                 log.warning("a server that was started anew lacks adapters until the next version: %s", error)
+                self._estranged = True
                 return
         self._is_anew = False
         if not names or not isinstance(self._client, Partial):
