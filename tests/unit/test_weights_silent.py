@@ -133,6 +133,22 @@ def test_a_server_that_does_not_say_what_it_has_takes_the_version_after_the_one_
     assert site.server.bias == 4.0
 
 
+def test_an_introduction_that_comes_late_ends_no_update_of_the_next_trainer(site: Site) -> None:
+    late = site.trainer.introduction(1)
+    new = site.start({})
+    start = site.server.start_weight_update
+
+    def start_and_be_late() -> None:
+        start()
+        site.server.init_weight_transfer_engine(late)
+
+    site.server.start_weight_update = start_and_be_late  # type: ignore[method-assign]
+    site.trainer.shutdown()
+    site.trainer = new
+    assert site.send(3.0).version == 1
+    assert site.server.bias == 3.0
+
+
 def test_a_trainer_meets_servers_that_have_different_versions(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def differ(server: Server) -> str:
         raise InvalidInput("the servers have different versions")

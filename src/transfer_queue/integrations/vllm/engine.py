@@ -92,7 +92,8 @@ class WorkerEngine(SilentWorker):
 
 def end_sessions_with_init() -> None:
     """vLLM's worker keeps for itself that an update is open, refuses the next one then, and has no call that ends it: a
-    trainer that died in an update would lock out all others. So its `init` ends the session, as our receivers' does."""
+    trainer that died in an update would lock out all others. So its `init` ends the session, as our receivers' does,
+    unless it comes late, of a run that is over."""
     for module in WORKERS:
         worker: Any = getattr(sys.modules.get(module), "Worker", None)
         init: Any = getattr(worker, "init_weight_transfer_engine", None)
@@ -101,12 +102,13 @@ def end_sessions_with_init() -> None:
                 log.warning("this vLLM's worker has no init_weight_transfer_engine: an update left open stays open")
             continue
 
-        def wrapped(self: Any, *args: Any, init: Any = init, **more: Any) -> Any:
+        def wrapped(self: Any, init_info: Any, *args: Any, init: Any = init, **more: Any) -> Any:
             engine = getattr(self, "weight_transfer_engine", None)
             if isinstance(engine, WorkerEngine):
-                self._weight_update_active = False
+                if not engine.would_refuse(init_info):
+                    self._weight_update_active = False
                 engine.find_draft(self)
-            return init(self, *args, **more)
+            return init(self, init_info, *args, **more)
 
         wrapped.ends_session = True  # type: ignore[attr-defined]
         worker.init_weight_transfer_engine = functools.wraps(init)(wrapped)
