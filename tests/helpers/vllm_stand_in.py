@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,7 +34,9 @@ class TrainerFactory(Factory):
 
 
 class Model(torch.nn.Module):
-    """Has vLLM's `load_weights`; fails after `fails_after` tensors, once."""
+    """Has vLLM's `load_weights`; fails after `fails_after` tensors, once, and when it is `asleep`."""
+
+    asleep = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +44,7 @@ class Model(torch.nn.Module):
         self.fails_after = -1
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        assert not self.asleep
         with torch.no_grad():
             for index, (name, tensor) in enumerate(weights):
                 if index == self.fails_after:
@@ -51,7 +55,7 @@ class Model(torch.nn.Module):
 
 
 class Client:
-    """vLLM's worker, as far as sessions go: it refuses what is out of order."""
+    """vLLM's worker, as far as sessions and sleep go: it refuses what is out of order."""
 
     def __init__(self, engine: Any) -> None:
         self.weight_transfer_engine = engine
@@ -59,6 +63,14 @@ class Client:
 
     def silent_workers(self) -> int:
         return 1
+
+    def sleep(self, level: int = 1) -> None:
+        self.weight_transfer_engine.model.asleep = True
+        if level == 2:
+            self.weight_transfer_engine.model.load_state_dict(weights(math.nan))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.weight_transfer_engine.model.asleep &= tags is not None and "weights" not in tags
 
     def init_weight_transfer_engine(self, info: Any) -> None:
         self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(info))

@@ -26,6 +26,7 @@ from torch import nn
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.integrations.vllm.trainer import FactoryInfo, FactoryTrainer
 from transfer_queue.weights import ModuleSource
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.version.sources import TensorMeta
@@ -137,7 +138,7 @@ def run(rank: int) -> None:
     now = drawn(0)
     device = setting.get("device", "cpu")
     model = sharded(drawn(0).to(device), setting["mesh"], device)
-    client = WeightSyncClient(setting["urls"], setting["token"], timeout_s=20) if rank == 0 else None
+    client = client_of(setting) if rank == 0 else None
     info = {"timeout_s": 20.0, **setting.get("info", {})}
     trainer: Any
     number: int | None = None
@@ -175,6 +176,12 @@ def run(rank: int) -> None:
             number = None
     trainer.shutdown()
     dist.destroy_process_group()
+
+
+def client_of(setting: dict[str, Any]) -> Any:
+    if not setting.get("fleet"):
+        return WeightSyncClient(setting["urls"], setting["token"], timeout_s=20)
+    return Fleet({name: WeightSyncClient(url, setting["token"]) for name, url in setting["fleet"].items()})
 
 
 def send(trainer: Any, deadline_s: float, number: int | None, publishes: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Child
+from conftest import Child, until
 from weights import root
 from weights_ranks import CODE, WORLD, Model, drawn, nudged
 
@@ -122,6 +122,33 @@ def test_receivers_of_several_ranks_give_each_other_what_they_have(site: Site, c
             assert site.has(seed)
             assert other.has(seed)
         assert site.engine.num_served_nbytes + other.engine.num_served_nbytes > 0
+    other.engine.shutdown()
+
+
+def test_a_fleet_is_brought_up_by_all_ranks_and_survives_one_in_trouble(
+    site: Site, child: Callable[[str], Child]
+) -> None:
+    other = Site(child)
+    with other.server:
+        fleet = {"a": site.server.url, "b": other.server.url}
+        ranks = Ranks(child, [], "hsdp", fleet=fleet, info={"anchor_every": 9})
+        ranks.tell("train 5")
+        ranks.send()
+        ranks.tell("nudge 1")
+        assert [one["kind"] for one in ranks.send(how="publish")] == ["delta"] * WORLD
+        assert site.has(5, 1)
+        assert other.has(5, 1)
+        with torch.no_grad():
+            other.module.layers[0].up.weight[0, 0] += 1
+        ranks.tell("nudge 2")
+        assert [one["kind"] for one in ranks.send()] == ["delta"] * WORLD  # one that can take it is enough
+        until(lambda: other.has(5, 1, 2), "that the other one has caught up", 30)
+        ranks.tell("train 6")
+        found = ranks.send(1.0, [0, 1, 2])
+        assert all("rank 3 did not come" in one["text"] for one in found)
+        assert site.has(5, 1, 2)
+        assert [one["version"] for one in ranks.send()] == [4] * WORLD
+        until(lambda: site.has(6) and other.has(6), "the next version at both", 30)
     other.engine.shutdown()
 
 

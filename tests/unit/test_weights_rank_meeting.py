@@ -12,7 +12,7 @@ import torch
 from conftest import until
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceUnavailable, WrongEpoch
 from transfer_queue.weights import Control, ModuleSource, Receiver, Swap
 from transfer_queue.weights.transport import group_meeting, registry
 from transfer_queue.weights.transport.deadline import Deadline
@@ -124,8 +124,8 @@ class Ranks:
         self.server, self.late = Cut(), Cut()
         self.modules = [torch.nn.ParameterDict({name: torch.ones(4)}) for name in ("a", "b")]
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        told = {
+            self.port = port = probe.getsockname()[1]
+        self.told = told = {
             "world": 2,
             "anchor_every": anchor_every,
             "meet": f"tcp:127.0.0.1:{port}",
@@ -134,6 +134,12 @@ class Ranks:
         init, sources = registry.trainer("tcp").trainer_init, [ModuleSource(one) for one in self.modules]
         self.trainer = init({**told, "port": port}, client=self.server, source=sources[0])
         self.holder = init({**told, "rank": 1}, client=None, source=sources[1])
+
+    def restart(self, **more: Any) -> None:
+        """Rank 0 begins anew at the same address."""
+        self.trainer.shutdown()
+        init, source = registry.trainer("tcp").trainer_init, ModuleSource(self.modules[0])
+        self.trainer = init({**self.told, "port": self.port, **more}, client=self.server, source=source)
 
     def send(self, deadline_s: float = ROOM_S) -> list[BackgroundCall[Any]]:
         """What each rank does."""
@@ -199,6 +205,36 @@ def test_late_servers_are_given_a_version_whose_commit_failed_once_it_was_decide
     ranks.server.cut = Cut.cut
     assert [call.outcome().version for call in ranks.send()] == [3, 3]
     assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_a_rank_of_a_run_before_gives_nothing_to_the_next_one(start_ranks: Callable[..., Ranks]) -> None:
+    ranks = start_ranks()
+    ranks.send()
+    ranks.restart()
+    for _ in range(2):  # the first call finds that its connection is gone
+        leading, holding = ranks.send(deadline_s=1.0)
+        with pytest.raises(DeadlineExceeded, match="rank 1 did not come"):
+            leading.outcome()
+    with pytest.raises(WrongEpoch, match="rank 1 is of run"):
+        holding.outcome()
+    old, source = ranks.holder, ModuleSource(ranks.modules[1])
+    ranks.holder = registry.trainer("tcp").trainer_init({**ranks.told, "rank": 1}, client=None, source=source)
+    old.shutdown()
+    reports = [call.outcome() for call in ranks.send()]
+    assert reports == [reports[0]] * 2
+
+
+def test_a_rank_that_was_given_another_run_is_refused_when_it_comes(start_ranks: Callable[..., Ranks]) -> None:
+    ranks = start_ranks()
+    ranks.restart(run_id="this one")
+    for run_id in ("this one", "another one"):
+        info = {**ranks.told, "rank": 1, "run_id": run_id}
+        init, source = registry.trainer("tcp").trainer_init, ModuleSource(ranks.modules[1])
+        if run_id == "this one":
+            init(info, client=None, source=source).shutdown()
+            continue
+        with pytest.raises(WrongEpoch, match="rank 1 is of run 'another one', rank 0 of 'this one'"):
+            init(info, client=None, source=source)
 
 
 @pytest.mark.parametrize("faulty", [[0], [1], [0, 1]])

@@ -15,7 +15,14 @@ from conftest import until
 from safetensors.torch import save_file
 from vllm_stand_in import Client, Factory, Model, TrainerFactory, config, put_in_place, weights
 
-from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, TransferQueueError, UnknownTensor
+from transfer_queue.errors import (
+    CommitFailed,
+    Incomplete,
+    NotSupported,
+    ShapeMismatch,
+    TransferQueueError,
+    UnknownTensor,
+)
 from transfer_queue.integrations.vllm import plugin
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters, path_of
 from transfer_queue.integrations.workers.headers import checkpoint_of
@@ -29,10 +36,11 @@ def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_place(monkeypatch)
 
 
-def worker(folder: Path) -> Any:
-    from transfer_queue.integrations.vllm.engine import ShmWorker
+def worker(folder: Path, name: str = "ShmWorker") -> Any:
+    from transfer_queue.integrations.vllm import engine as workers
 
-    return ShmWorker(SimpleNamespace(backend="tq_shm"), config(folder), torch.device("cpu"), Model())
+    kind = getattr(workers, name)
+    return kind(SimpleNamespace(backend=f"tq_{kind.transport}"), config(folder), torch.device("cpu"), Model())
 
 
 def test_a_worker_takes_folders_below_the_root_of_its_environment(
@@ -170,6 +178,61 @@ def test_an_update_a_failed_load_and_a_trainer_that_left_an_update_open(
     made.shutdown()
     trainer.shutdown()
     caplog.clear()  # its tracebacks hold the weights
+
+
+def test_weights_that_are_asleep_are_not_touched_and_come_back_with_the_next_version(tmp_path: Path) -> None:
+    made = worker(tmp_path)
+    client, given = Client(made), weights(2.0)
+    trainer = registry.trainer("shm").trainer_init({}, client=client, source=StateDictSource(given))
+    trainer.send_weights(deadline_s=20)
+    given["linear.bias"].fill_(3.0)
+    client.sleep(level=1)
+    for tags in (["kv_cache"], None):
+        with pytest.raises(CommitFailed, match="asleep"):
+            trainer.send_weights(deadline_s=20)
+        client.wake_up(tags=tags)
+    assert trainer.send_weights(deadline_s=20).version > 1
+    assert float(made.model.linear.bias.detach().max()) == 3.0
+    made.shutdown()
+    trainer.shutdown()
+
+
+def test_weights_that_fall_asleep_in_an_update_stay_as_they_are(tmp_path: Path) -> None:
+    class Tired(Client):
+        def finish_weight_update(self, weight_version: str | None = None) -> None:
+            self.sleep()
+            super().finish_weight_update(weight_version)
+
+    made = worker(tmp_path)
+    client = Tired(made)
+    trainer = registry.trainer("shm").trainer_init({}, client=client, source=StateDictSource(weights(2.0)))
+    with pytest.raises(CommitFailed, match="asleep"):
+        trainer.send_weights(deadline_s=20)
+    assert made.installed().version is None
+    made.shutdown()
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("anchor_every", [1, 5])
+def test_weights_that_sleep_has_dropped_are_loaded_again_by_the_same_version_and_by_the_next(
+    tmp_path: Path, anchor_every: int
+) -> None:
+    made = worker(tmp_path, "TcpWorker")
+    client, given = Client(made), weights(2.0)
+    info = {"anchor_every": anchor_every}
+    trainer = registry.trainer("tcp").trainer_init(info, client=client, source=StateDictSource(given))
+    trainer.send_weights(deadline_s=20)
+    client.sleep(level=2)
+    client.wake_up(tags=["weights"])
+    assert trainer.join(client, deadline_s=20) == 1
+    assert float(made.model.linear.weight.detach().max()) == 2.0
+    client.sleep(level=2)
+    client.wake_up()
+    given["linear.bias"].fill_(3.0)
+    assert trainer.send_weights(deadline_s=20).kind == ("full" if anchor_every == 1 else "delta")
+    assert [float(tensor.max()) for tensor in made.model.state_dict().values()] == [2.0, 3.0]
+    made.shutdown()
+    trainer.shutdown()
 
 
 def test_buckets_in_mapped_memory_come_one_by_one_and_a_fault_in_them_is_heard(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ class Sender:
         verified: set[int] = set()
         while len(verified) < num_workers:
             try:
-                reports = self._server.outcomes("", deadline.left())
+                reports = self._server.outcomes({""}, deadline.left())
             except DeadlineExceeded:
                 raise DeadlineExceeded(
                     f"{len(verified)} of {num_workers} workers have verified version {manifest.version} in time"

@@ -47,6 +47,7 @@ class WorkerEngine(SilentWorker):
         sink = LabeledVersions(self._adapters, target)
         super().__init__(self.transport, target, ranks, _rank(self.parallel_config), sink)
         end_sessions_with_init()
+        follow_sleep()
 
     @silent
     def find_draft(self, worker: Any) -> None:
@@ -54,6 +55,17 @@ class WorkerEngine(SilentWorker):
         if not self._has_looked:
             self._has_looked = True
             self.target.find_draft(getattr(worker, "model_runner", None))
+
+    @silent
+    def fall_asleep(self, level: int) -> None:
+        """Before vLLM's worker gives up the memory of the weights."""
+        self.target.fall_asleep(level)
+
+    @silent
+    def wake_up(self, tags: Any) -> None:
+        """Once it has that of these tags again; None: all."""
+        if tags is None or "weights" in tags:
+            self.target.asleep = False
 
     def parse_init_info(self, init_dict: Any) -> Any:
         """As it came: what is wrong with it is reported."""
@@ -80,7 +92,8 @@ class WorkerEngine(SilentWorker):
 
 def end_sessions_with_init() -> None:
     """vLLM's worker keeps for itself that an update is open, refuses the next one then, and has no call that ends it: a
-    trainer that died in an update would lock out all others. So its `init` ends the session, as our receivers' does."""
+    trainer that died in an update would lock out all others. So its `init` ends the session, as our receivers' does,
+    unless it comes late, of a run that is over."""
     for module in WORKERS:
         worker: Any = getattr(sys.modules.get(module), "Worker", None)
         init: Any = getattr(worker, "init_weight_transfer_engine", None)
@@ -89,15 +102,41 @@ def end_sessions_with_init() -> None:
                 log.warning("this vLLM's worker has no init_weight_transfer_engine: an update left open stays open")
             continue
 
-        def wrapped(self: Any, *args: Any, init: Any = init, **more: Any) -> Any:
+        def wrapped(self: Any, init_info: Any, *args: Any, init: Any = init, **more: Any) -> Any:
             engine = getattr(self, "weight_transfer_engine", None)
             if isinstance(engine, WorkerEngine):
-                self._weight_update_active = False
+                if not engine.would_refuse(init_info):
+                    self._weight_update_active = False
                 engine.find_draft(self)
-            return init(self, *args, **more)
+            return init(self, init_info, *args, **more)
 
         wrapped.ends_session = True  # type: ignore[attr-defined]
         worker.init_weight_transfer_engine = functools.wraps(init)(wrapped)
+
+
+def follow_sleep() -> None:
+    """vLLM tells its engines nothing of sleep, in which the weights have no memory: a commit would end the process."""
+    for module in WORKERS:
+        worker: Any = getattr(sys.modules.get(module), "Worker", None)
+        sleep, wake_up = (getattr(worker, name, None) for name in ("sleep", "wake_up"))
+        if sleep is None or wake_up is None or getattr(sleep, "is_followed", False):
+            continue
+
+        def falling(self: Any, level: int = 1, *args: Any, sleep: Any = sleep, **more: Any) -> Any:
+            engine = getattr(self, "weight_transfer_engine", None)
+            if isinstance(engine, WorkerEngine):
+                engine.fall_asleep(level)
+            return sleep(self, level, *args, **more)
+
+        def waking(self: Any, tags: Any = None, *args: Any, wake_up: Any = wake_up, **more: Any) -> Any:
+            found = wake_up(self, tags, *args, **more)
+            engine = getattr(self, "weight_transfer_engine", None)
+            if isinstance(engine, WorkerEngine):
+                engine.wake_up(tags)
+            return found
+
+        falling.is_followed = True  # type: ignore[attr-defined]
+        worker.sleep, worker.wake_up = functools.wraps(sleep)(falling), functools.wraps(wake_up)(waking)
 
 
 class LabeledVersions:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from transfer_queue.errors import CommitFailed, NotSupported
 from transfer_queue.integrations.vllm.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from transfer_queue.integrations.vllm.draft import DraftModel
 from transfer_queue.integrations.vllm.reload import reload
 from transfer_queue.integrations.workers.reloading import Agrees, Loading, Named, ReloadTarget, in_layers
 from transfer_queue.weights.receive.lazy import outermost
-from transfer_queue.weights.receive.targets import Metas
+from transfer_queue.weights.receive.targets import Metas, Pause
 from transfer_queue.weights.version.drafts import DRAFT
 from transfer_queue.weights.version.manifest import Contents, Manifest
 from transfer_queue.weights.version.plans import Wants
@@ -27,9 +28,11 @@ log = logging.getLogger("transfer_queue.weights")
 
 
 class LoadedModel(ReloadTarget):
-    """`draft`: that of this worker, once it is known. `no_draft`: why there is none; "" where another worker has it."""
+    """`draft`: that of this worker, once it is known. `no_draft`: why there is none; "" where another worker has it.
+    `asleep`: vLLM has given up the memory of the weights, which may not be touched."""
 
     takes_pieces = True
+    asleep = False
     draft: DraftModel | None = None
     no_draft = "this server has no draft model that takes weights"
     _checkpoint: Checkpoint
@@ -51,11 +54,29 @@ class LoadedModel(ReloadTarget):
         if DraftModel.is_elsewhere(runner, self._vllm_config):
             self.no_draft = ""
 
+    def fall_asleep(self, level: int) -> None:
+        """Level 1 brings the weights back, 2 does not: then those of the version that is installed are to be loaded
+        again, with those of a draft that came alone."""
+        self.asleep = True
+        if level > 1:
+            self.dropped = True
+            kept = {label: one for label, one in self.tag.adapters.items() if label != DRAFT}
+            self.tag = replace(self.tag, adapters=kept)
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise CommitFailed("the weights of this server are asleep: wake_up(tags=['weights']), then send them")
+
+    def commit(self, prepared: Loading, tag: Any, timeout_s: float) -> Pause:
+        self._check_awake()  # it may have fallen asleep in the update
+        return super().commit(prepared, tag, timeout_s)
+
     def check(self, contents: Contents) -> None:
         """vLLM may move experts between workers with EPLB (`NotSupported`): the loader takes others then than when the
         model was made, by which the version was fetched."""
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
             raise NotSupported("this server moves experts between its workers: start it without --enable-eplb")
+        self._check_awake()
         own = {name: entry for name, entry in contents.items() if not name.startswith(DRAFT)}
         if len(own) < len(contents) and self.draft is None and self.no_draft:
             raise NotSupported(self.no_draft)
@@ -75,6 +96,7 @@ class LoadedModel(ReloadTarget):
 
     def prepare_draft(self, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Loading | None:
         """Of a version of the draft alone. None where another worker has it."""
+        self._check_awake()
         if self.draft is not None:
             self.draft.check(manifest.contents())
             return self.draft.prepare(tensors)
@@ -84,6 +106,7 @@ class LoadedModel(ReloadTarget):
 
     def commit_draft(self, prepared: Loading | None) -> None:
         """All workers of this server load it, or go back to the draft before (`CommitFailed`)."""
+        self._check_awake()
         self.voted = True
         if self.draft is not None and prepared is not None:
             self.draft.commit(prepared, None, 0.0)

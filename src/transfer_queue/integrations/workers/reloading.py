@@ -82,7 +82,7 @@ class ReloadTarget(Target):
         if not agreed:
             self._go_back(repr(fault) if fault else "another worker of this server could not load it")
         self.hold(prepared)
-        self.tag, self.broken = tag, False
+        self.tag, self.broken, self.dropped = tag, False, False
         trim_later()  # what the reload has freed: half of this worker's share of the model
         return Pause(time.monotonic() - start, 0.0)
 
@@ -98,7 +98,7 @@ class ReloadTarget(Target):
             raise Broken(f"loading failed ({why}), and so did going back: {worse!r}") from worse
         if not is_known:
             raise Broken(f"loading failed, and there is no copy of what was there before: {why}")
-        self.broken = False
+        self.broken = self.dropped = False
         raise CommitFailed(f"loading failed, the version before was loaded again: {why}")
 
     def load_version(self, version: Loading) -> None:

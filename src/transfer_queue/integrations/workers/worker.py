@@ -44,6 +44,10 @@ class SilentWorker:
     def installed(self) -> VersionInfo:
         return self._receiver.installed()
 
+    def would_refuse(self, init_info: Any) -> bool:
+        """Whether it is the introduction of a run that is over, which changes nothing."""
+        return self._receiver.would_refuse(run_of(init_info), begun_of(init_info))
+
     @silent
     def init_transfer_engine(self, init_info: Any) -> None:
         self._receiver.introduce(run_of(init_info), begun=begun_of(init_info))

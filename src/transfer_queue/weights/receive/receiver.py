@@ -188,9 +188,7 @@ class Receiver:
         wrong rather than calls that late. Repeatable.
         """
         with self._changed:
-            if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
-                raise WrongEpoch(f"run {run_id!r} is over: {self._run!r} took over, which began later")
-            self._expect_current(run_id)
+            self._expect_in_order(run_id, begun)
             if not self._changed.wait_for(lambda: not self._is_committing(), timeout_s):
                 raise UpdateInProgress("a version is being committed")
             self._expect_current(run_id)
@@ -202,6 +200,15 @@ class Receiver:
             why = f"run {run_id!r} took over" if taken else "the trainer was introduced again"
             woken = self._close(UpdateEnd.TAKEN_OVER if taken else UpdateEnd.ABORTED, why)
         _call(woken)
+
+    def would_refuse(self, run_id: str, begun: float = 0.0) -> bool:
+        """Whether `introduce` would, as that run is over."""
+        with self._lock:
+            try:
+                self._expect_in_order(run_id, begun)
+            except WrongEpoch:
+                return True
+        return False
 
     def expect_run(self, run_id: str) -> None:
         """`WrongEpoch` for a run that another one took over from, `NotInitialized` for one that was not introduced. ""
@@ -408,7 +415,7 @@ class Receiver:
             return False
         if (m.version, m.root) != (now.version, now.root):
             raise StaleVersion(f"version {m.version} does not follow {now.version}")
-        return m.kind == "adapter" or not info.dirty
+        return m.kind == "adapter" or not (info.dirty or self._target.dropped)
 
     def _result(self, m: Manifest) -> Contents:
         """What the model will hold; raises when that cannot be reached from here or does not fit."""
@@ -493,6 +500,11 @@ class Receiver:
         if session is None or self._is_committing() or session.left_s() > 0:
             return []
         return self._close(UpdateEnd.LATE, "its deadline passed")
+
+    def _expect_in_order(self, run_id: str, begun: float) -> None:
+        if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
+            raise WrongEpoch(f"run {run_id!r} is over: {self._run!r} took over, which began later")
+        self._expect_current(run_id)
 
     def _expect_current(self, run_id: str) -> None:
         if run_id in self._followed:

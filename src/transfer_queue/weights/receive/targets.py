@@ -71,6 +71,7 @@ class Target(ABC):
     takes_pieces = False  # `prepare` may be given tensors in pieces
     stages_on_host = False  # also what comes in a GPU's memory
     broken = False  # the live weights are a mixture
+    dropped = False  # they are gone, by the server's wish: the installed version may be committed once more
 
     def wanted(self, tensors: Metas) -> Wants | None:
         """Which boxes of a version's tensors are taken here; None for all of them. `check` has passed, or is to come.

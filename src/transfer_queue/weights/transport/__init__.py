@@ -2,6 +2,7 @@
 
 registry        engines by name; other packages bring more
 trainer         makes versions and leads receivers through the update
+adapter_calls   its calls that bring adapters, and a draft by itself
 ticket          a version that was published and is on its way
 ranks           the ranks of one trainer: what each brings to rank 0, and is told
 group_meeting   how they find rank 0 over torch's process group

@@ -121,7 +121,7 @@ class Holder:
         self._base: HeldBase | None = None
         self._unsure: HeldDraft | None = None  # whose update failed here: rank 0 may have decided it nevertheless
         self.store = HeldBuckets(info.keep)
-        self._link = RankLink(p.address_of(meet, token), info.rank)
+        self._link = RankLink(p.address_of(meet, token), info.rank, info.run_id)
         listening, self.address = listen_tcp(info.host, info.port)
         self._server = WeightServer(listening, token, self.store)
 

@@ -57,6 +57,14 @@ class GetHolders(m.Message):
     key: str
 
 
+class EnterRank(m.Message):
+    """A rank of the trainer comes to rank 0, and is of this run ("": it was not told yet). That of rank 0 is the
+    payload of the answer; `WrongEpoch` where it is another one."""
+
+    rank: int
+    run_id: str
+
+
 class RankMessage(m.Message):
     """What a rank of the trainer brings to rank 0 (`ranks`), as the payload; it waits for `timeout_s`."""
 
@@ -105,6 +113,7 @@ decode_client = msgspec.msgpack.Decoder(
     | GetSpecs
     | WantsMessage
     | GetHolders
+    | EnterRank
     | RankMessage
     | JoinSwarm
     | NextBucket

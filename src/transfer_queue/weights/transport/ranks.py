@@ -29,6 +29,7 @@ from transfer_queue.errors import (
     ProtocolError,
     ServiceUnavailable,
     TransferQueueError,
+    WrongEpoch,
     error_from_code,
     kept,
 )
@@ -125,8 +126,9 @@ class RankMeeting:
     that was in it and comes with another offer waits for the next one, and hears nothing of this one any more.
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, run_id: str = "") -> None:
         self.world = world
+        self._run_id = run_id
         self.turn = ""
         self._changed = threading.Condition()
         self._brought: dict[int, _Brought] = {}
@@ -138,6 +140,13 @@ class RankMeeting:
         self._is_closed = False
 
     # for connections
+
+    def enter(self, asked: p.EnterRank) -> str:
+        """This run. `WrongEpoch` for a rank of another one: of a job before, that woke up, or of rank 0's life before.
+        What it would give is not of this run's version."""
+        if asked.run_id not in ("", self._run_id):
+            raise WrongEpoch(f"rank {asked.rank} is of run {asked.run_id!r}, rank 0 of {self._run_id!r}: trainer_init")
+        return self._run_id
 
     def bring(self, asked: p.RankMessage, body: bytes, visit: object) -> bytes:
         """What the rank is told, once that is known. Blocks, the rank's `timeout_s` at most."""
@@ -279,16 +288,23 @@ class RankMeeting:
 
 
 class RankLink:
-    """The connection of another rank to rank 0; made anew after it broke."""
+    """The connection of another rank to rank 0; made anew after it broke. It stays with the run of the first one."""
 
-    def __init__(self, address: Address, rank: int) -> None:
-        self._address, self._rank = address, rank
+    def __init__(self, address: Address, rank: int, run_id: str = "") -> None:
+        self._address, self._rank, self._run_id = address, rank, run_id
         self._peer: p.Peer | None = None
         self.known = ""  # the table that rank 0 has had over this connection
 
     def meet(self, timeout_s: float) -> None:
-        if self._peer is None:
-            self._peer, self.known = p.Peer(self._address, timeout_s), ""
+        if self._peer is not None:
+            return
+        peer = p.Peer(self._address, timeout_s)
+        try:
+            told = peer.ask(p.EnterRank(self._rank, self._run_id), timeout_s, at_most(p.MAX_HEADER_NBYTES))
+        except BaseException:  # an interrupt must not leave the connection
+            peer.close()
+            raise
+        self._run_id, self._peer, self.known = str(told, "utf-8"), peer, ""
 
     def bring(self, step: p.Step, turn: str, body: bytes, deadline: Deadline) -> bytes:
         """See `RankMeeting.bring`. `ServiceUnavailable` when rank 0 is gone."""

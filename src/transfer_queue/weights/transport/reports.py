@@ -11,7 +11,7 @@ import secrets
 import threading
 from typing import Any
 
-from transfer_queue.errors import TransferQueueError, error_from_code
+from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, error_from_code
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
 
@@ -29,6 +29,7 @@ class Reports:
         self._making = threading.Lock()
         self._info: dict[str, Any] = {}
         self.committed: set[str] = set()  # replicas of which some worker reported to have committed, since `forget`
+        self._adopted: set[str] = set()  # replicas that count as the nameless one
 
     def come_to(self, server: WeightServer) -> None:
         """The transport has a way for them."""
@@ -44,11 +45,18 @@ class Reports:
                 self._info = {"report_to": address, "report_token": token}
             return self._info
 
+    def adopt(self, replica: str) -> None:
+        """It may be one of a plain client's servers, which have no names: what it reports is heard with theirs, too."""
+        self._adopted.add(replica)
+
     def forget(self, replica: str) -> None:
         """What has come from it so far is about earlier steps."""
         self.committed.discard(replica)
         if self._server is not None:
-            self._server.outcomes(replica)
+            self._server.outcomes(self._called(replica))
+
+    def _called(self, replica: str) -> set[str]:
+        return {replica} if replica else {"", *self._adopted}
 
     def hear(
         self, replica: str, version: int | None, key: str, silent: int, deadline: Deadline, installed: bool = False
@@ -58,7 +66,9 @@ class Reports:
         well: set[tuple[str, int]] = set()
         wait_s = 0.0
         while self._server is not None:
-            came = [one for one in self._server.outcomes(replica, wait_s) if one.version in (version, None)]
+            came = [
+                one for one in self._server.outcomes(self._called(replica), wait_s) if one.version in (version, None)
+            ]
             came = [one for one in came if one.key in ("", key)]  # others were given up
             if any(outcome.installed for outcome in came):
                 self.committed.add(replica)
@@ -85,6 +95,18 @@ def has(client: object, method: str) -> bool:
 def silent_workers(client: Any) -> int:
     """How many workers behind it never raise."""
     return int(client.silent_workers()) if has(client, "silent_workers") else 0
+
+
+def shown_label(client: Any, before: str) -> str:
+    """What the servers of a client call their weights: "" where they differ, `before` where they do not say."""
+    if not has(client, "get_weight_version"):
+        return before
+    try:
+        return str(client.get_weight_version())
+    except NotSupported:
+        return before
+    except InvalidInput:
+        return ""
 
 
 def relabel(client: Any, label: str) -> None:

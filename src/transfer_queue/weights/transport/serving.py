@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import msgspec
@@ -96,13 +96,13 @@ class WeightServer:
         self.num_served_nbytes = 0  # of buckets; whoever has one whole finds it counted
         self._visitors = Visitors(listening, self._serve, "tq-weights-serve", max_peers)
 
-    def outcomes(self, replica: str, timeout_s: float = 0.0) -> list[Outcome]:
-        """The last report of each rank of a replica that came since this was asked last. Waits for one, at most
+    def outcomes(self, replicas: Collection[str], timeout_s: float = 0.0) -> list[Outcome]:
+        """The last report of each rank of these that came since this was asked last. Waits for one, at most
         `timeout_s`."""
         with self._noted:
-            self._noted.wait_for(lambda: any(one.replica == replica for one in self._outcomes), timeout_s)
-            found = {(one.who, one.rank): one for one in self._outcomes if one.replica == replica}
-            self._outcomes = [one for one in self._outcomes if one.replica != replica]
+            self._noted.wait_for(lambda: any(one.replica in replicas for one in self._outcomes), timeout_s)
+            found = {(one.who, one.rank): one for one in self._outcomes if one.replica in replicas}
+            self._outcomes = [one for one in self._outcomes if one.replica not in replicas]
         return list(found.values())
 
     def close(self) -> None:
@@ -166,6 +166,7 @@ class _Visit:
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
         self._count = count  # of the bytes of buckets
         self._rank: int | None = None  # of the trainer, if that is who came
+        self._has_entered = False  # as a rank of this run
         self._give_back: list[Callable[[], None]] = []
 
     def answer(self, message: m.Message, came: memoryview) -> None:
@@ -182,7 +183,10 @@ class _Visit:
                 self._give_back.append(give_back)
             elif isinstance(message, p.GetHolders):
                 payload = msgspec.json.encode(self._store.holders(message.key))
-            elif isinstance(message, p.RankMessage) and self._ranks is not None:
+            elif isinstance(message, p.EnterRank) and self._ranks is not None:
+                payload = self._ranks.enter(message).encode()
+                self._has_entered = True
+            elif isinstance(message, p.RankMessage) and self._ranks is not None and self._has_entered:
                 self._rank = message.rank
                 payload = self._ranks.bring(message, bytes(came), self)
             elif isinstance(message, p.GetSpecs) and self._wants is not None:

@@ -76,6 +76,7 @@ class TcpTrainerInfo(TrainerInfo, kw_only=True):
     `rank` of `world`: every rank of the trainer is to call `trainer_init` and `send_weights`, and gives what it holds;
     rank 0 leads, and only its client is used. `meet` and `token`, the address and the token of rank 0, are given on all
     ranks, or on none: the store of torch's process group brings them then. `timeout_s` has to cover the slowest rank.
+    A rank is of the run of the rank 0 that it met first, or of its own `run_id`, and refused by those of others.
 
     `peers`: whether receivers give each other what they have verified during an update. Default: those on other hosts
     do. `uploads`: how many buckets a rank gives such receivers at once. `bucket_nbytes`: 0 makes it 256 MiB, or, where
@@ -136,7 +137,7 @@ class TcpTrainer(TrainerEngine):
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)
         self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
-        self._ranks = RankMeeting(info.world) if info.world > 1 else None
+        self._ranks = RankMeeting(info.world, self.run_id) if info.world > 1 else None
         self._in_turn |= self._ranks is not None
         self._led: tuple[str, ...] = ()  # the keys of what several ranks are giving
         self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version

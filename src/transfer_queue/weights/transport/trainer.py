@@ -7,8 +7,8 @@ import logging
 import secrets
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -31,26 +31,33 @@ from transfer_queue.errors import (
 )
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
+from transfer_queue.weights.transport.adapter_calls import AdapterCalls
 from transfer_queue.weights.transport.clients import Client, Follower, Partial
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
-from transfer_queue.weights.transport.reports import UNKNOWN, Reports, forget_caches, has, relabel, silent_workers
+from transfer_queue.weights.transport.reports import (
+    UNKNOWN,
+    Reports,
+    forget_caches,
+    relabel,
+    shown_label,
+    silent_workers,
+)
 from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns
-from transfer_queue.weights.version.drafts import DRAFT, carries_draft
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import SHARDED, StateDictSource, WeightSource
+from transfer_queue.weights.version.sources import SHARDED, WeightSource
 
 log = logging.getLogger("transfer_queue.weights")
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
 Self = TypeVar("Self", bound="TrainerEngine")
 
 
-class TrainerEngine(ABC):
+class TrainerEngine(AdapterCalls):
     """Sends the versions of one source, by one thread at a time."""
 
     init_form: ClassVar[type[TrainerInfo]] = TrainerInfo
@@ -80,8 +87,9 @@ class TrainerEngine(ABC):
         self._num_deltas = 0
         self.reports = Reports(info.report_host)
         self._num_silent = 0
-        self._label = ""  # of the servers, as far as it is known
-        self._estranged = False  # somebody may have an update open that could not be called off
+        self._label = ""  # of silent servers, as far as it is known
+        self._estranged = False  # somebody may have an update open that could not be called off, or not know this run
+        self._is_anew = False  # a silent server may lack what the others have
         self._lacking: set[str] = set()  # servers of a plain client that missed something
         self._late: list[TimedCall[object]] = []  # calls to the client since the last update, which may not have ended
 
@@ -94,17 +102,14 @@ class TrainerEngine(ABC):
             deadline = Deadline(made.info.timeout_s)
             if isinstance(client, Follower):
                 client.follow(made)
-            elif made.info.silent is None:
-                made._num_silent = TimedCall(silent_workers, client).result(deadline)
             else:
-                made._num_silent = made.info.silent
+                made._num_silent = made._count_silent(deadline)
             made._allow(deadline)
             made._meet(deadline)
             made._lacking |= set(made._missed())
             made._allow(None)
             made._hear(None, deadline)
-            if made._num_silent and has(client, "get_weight_version"):
-                made._label = str(made._call(client.get_weight_version, deadline))  # type: ignore[attr-defined]
+            made._label = made._shown_label(deadline)
         except BaseException:  # an interrupt must not leave its sockets
             made.shutdown()
             raise
@@ -202,38 +207,6 @@ class TrainerEngine(ABC):
             self._conclude(as_typed(error) if isinstance(error, Exception) else Aborted("the trainer was interrupted"))
             raise
 
-    def send_adapter(
-        self,
-        label: str,
-        source: WeightSource,
-        config: Mapping[str, Any],
-        *,
-        version: int | None = None,
-        for_base: bool = True,
-        deadline_s: float,
-    ) -> SyncReport:
-        """Bring an adapter to every receiver, as `version` of `label` (default: the next number of that label).
-
-        Until all have committed, and when anything fails, the one before serves, as with `send_weights`. `config` is
-        JSON, such as PEFT's adapter_config.json. `for_base`: it is for the weights that were sent last, and no others
-        (`InvalidInput` when none were); else receivers take it whatever their weights are.
-        """
-        return self._send_adapter(source, PendingAdapter.of(label, source, config), for_base, version, deadline_s)
-
-    def remove_adapter(self, label: str, *, version: int | None = None, deadline_s: float) -> SyncReport:
-        """Have every receiver drop it: a version of it without tensors. Receivers that have none take that too."""
-        return self._send_adapter(StateDictSource({}), PendingAdapter.none(label), False, version, deadline_s)
-
-    def send_draft(self, source: WeightSource, *, version: int | None = None, deadline_s: float) -> SyncReport:
-        """Bring the weights of the draft model to every receiver, under the names of its own checkpoint, as `version`
-        of the draft (default: its next number). The model's own stay.
-
-        All or nothing, as `send_weights`. `InvalidInput` where that brings the draft too (`with_draft`).
-        """
-        if carries_draft(spec.name for spec in self._source.specs()):
-            raise InvalidInput("the draft is in the versions of this trainer: send_weights brings both")
-        return self._send_adapter(source, PendingAdapter(DRAFT, None, {}), False, version, deadline_s)
-
     def catch_up_infos(self, timeout_s: float) -> list[dict[str, Any]]:
         """The `update_info`s, to be gone through in order, with which a receiver that has other weights or none comes
         to the newest version, and to the adapters that are there.
@@ -255,9 +228,11 @@ class TrainerEngine(ABC):
             self._give(newest, self._base.anchor.buckets)
             self._decide(newest)
             self._newest[""] = newest
+        return [self.update_info(one, deadline) for one in (newest, *self._adapters_for(newest))]
+
+    def _adapters_for(self, newest: Manifest) -> list[Manifest]:
         adapters = [one for label, one in self._newest.items() if label and one.tensors]
-        wanted = [one for one in adapters if one.base_root in (None, newest.root)]
-        return [self.update_info(one, deadline) for one in (newest, *wanted)]
+        return [one for one in adapters if one.base_root in (None, newest.root)]
 
     def join(self, client: Client, *, deadline_s: float) -> int:
         """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
@@ -270,6 +245,7 @@ class TrainerEngine(ABC):
         self.reports.hear(name, None, "", silent, deadline)
         self._bring(client, name, silent, infos, deadline)
         if silent:
+            self.reports.adopt(name)
             self._call(forget_caches, deadline, client)
         return int(infos[0]["version"])
 
@@ -412,11 +388,23 @@ class TrainerEngine(ABC):
         """Before an update: nothing of an earlier one may be left at the receivers."""
         self._allow(deadline)
         self._late = [call for call in self._late if not call.ended(0.0)]
+        label = self._shown_label(deadline)
+        if label != self._label:  # a silent server that was started anew does not refuse an update
+            self._label, self._estranged = label, True
+            self._num_silent = self._count_silent(deadline)
         if self._estranged or self._late:
+            self._is_anew = self._num_silent > 0
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
         self.reports.forget("")
+
+    def _count_silent(self, deadline: Deadline) -> int:
+        given = self.info.silent
+        return TimedCall(silent_workers, self._client).result(deadline) if given is None else int(given)
+
+    def _shown_label(self, deadline: Deadline) -> str:
+        return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else ""
 
     def _pack(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         begun = time.monotonic()
@@ -455,8 +443,9 @@ class TrainerEngine(ABC):
             self._ask(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
             is_open = False
             self._hear(manifest, deadline, installed=True)
-        except BaseException:  # an interrupt must not leave it open at the receivers
+        except BaseException as error:  # an interrupt must not leave it open at the receivers
             self._retreat(draft, manifest, earlier, is_open)
+            self._estranged |= self._num_silent > 0 and isinstance(error, DeadlineExceeded)  # who reports nothing
             raise
         times.append(time.monotonic())
         if draft.adapter is None:
@@ -488,6 +477,9 @@ class TrainerEngine(ABC):
     def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
+        if self._is_anew and draft.adapter is not None and "" in self._newest:
+            self._bring(self._client, "", self._num_silent, self._infos(deadline), deadline)
+            self._label, self._is_anew = str(self._newest[""].version), False
         try:
             self._ask(self._client.start_weight_update, deadline)
         except (NotInitialized, UpdateInProgress):
@@ -529,10 +521,18 @@ class TrainerEngine(ABC):
 
     def _bring_adapters(self, names: list[str], newest: Manifest, deadline: Deadline) -> None:
         """Servers that lost what they had, or missed it, have the new weights now, and no adapters."""
+        wanted = self._adapters_for(newest)
+        if self._is_anew and wanted:
+            try:
+                infos = [self.update_info(one, deadline) for one in wanted]
+                self._bring(self._client, "", self._num_silent, infos, deadline)
+            except TransferQueueError as error:
+                log.warning("a server that was started anew lacks adapters until the next version: %s", error)
+                self._estranged = True
+                return
+        self._is_anew = False
         if not names or not isinstance(self._client, Partial):
             return
-        adapters = [one for label, one in self._newest.items() if label and one.tensors]
-        wanted = [one for one in adapters if one.base_root in (None, newest.root)]
         for name in names:
             try:
                 infos = [self.update_info(one, deadline) for one in wanted]

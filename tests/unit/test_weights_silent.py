@@ -1,0 +1,162 @@
+"""A trainer and a vLLM's workers that were started anew, joined, or left behind: their calls raise nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_stand_in import Client, Model, config, put_in_place, weights
+
+from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.integrations.vllm.adapters import LabeledAdapters
+from transfer_queue.weights import StateDictSource
+from transfer_queue.weights.transport import registry
+
+SEND_S = 20.0
+
+
+class Server(Client):
+    """As a route or an `LLM` has it: with the label that vLLM keeps."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        self.restart()
+
+    def restart(self) -> None:
+        from transfer_queue.integrations.vllm import engine as workers
+
+        if "weight_transfer_engine" in vars(self):
+            self.weight_transfer_engine.shutdown()
+        kind = {"tcp": workers.TcpWorker, "shm": workers.ShmWorker}[self._kind]
+        super().__init__(kind(None, config(self._folder), torch.device("cpu"), Model()))
+        self.label = "default"
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        super().finish_weight_update()
+        self.label = weight_version or self.label
+
+    def get_weight_version(self) -> str:
+        return self.label
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.label = new_version
+
+    @property
+    def bias(self) -> float:
+        return float(self.weight_transfer_engine.model.linear.bias.detach().max())
+
+
+class Site:
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind = kind
+        self.server = Server(folder, kind)
+        self.given = weights(2.0)
+        self.trainer = self.start({})
+
+    def start(self, info: dict[str, Any]) -> Any:
+        return registry.trainer(self.kind).trainer_init(info, client=self.server, source=StateDictSource(self.given))
+
+    def send(self, value: float, deadline_s: float = SEND_S) -> Any:
+        self.given["linear.bias"].fill_(value)
+        return self.trainer.send_weights(deadline_s=deadline_s)
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    put_in_place(monkeypatch)
+    made = Site(tmp_path, request.param)
+    yield made
+    made.server.weight_transfer_engine.shutdown()
+    made.trainer.shutdown()
+    vars(made).clear()  # the model's copies lie in mapped memory
+
+
+def test_a_server_that_was_started_anew_takes_the_next_version(site: Site) -> None:
+    site.send(2.0)
+    site.server.restart()
+    assert site.send(3.0).version == 2
+    assert site.server.bias == 3.0
+
+
+def test_a_server_that_lacks_the_base_since_it_was_started_anew_is_sent_all_of_it(site: Site) -> None:
+    site.trainer.shutdown()
+    site.trainer = site.start({"anchor_every": 5})
+    site.send(2.0)
+    assert site.send(3.0).kind == "delta"
+    site.server.restart()
+    assert site.send(4.0).kind == "full"
+    assert site.server.bias == 4.0
+
+
+def test_a_server_that_was_started_anew_is_sent_the_adapters_that_it_lacks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LabeledAdapters, "prepare", lambda adapters, tensors, manifest: tensors)
+    for method in ("__call__", "unload"):
+        monkeypatch.setattr(LabeledAdapters, method, lambda *_: None)
+    source = StateDictSource({"a": torch.ones(2)})
+    site.send(2.0)
+    site.trainer.send_adapter("free", source, {}, for_base=False, deadline_s=SEND_S)
+    site.server.restart()
+    site.send(3.0)
+    assert set(site.server.weight_transfer_engine.installed().adapters) == {"free"}
+    site.server.restart()
+    site.trainer.send_adapter("bound", source, {}, deadline_s=SEND_S)
+    assert set(site.server.weight_transfer_engine.installed().adapters) == {"bound", "free"}
+    assert site.server.bias == 3.0
+    site.server.restart()
+    site.send(4.0)
+    assert set(site.server.weight_transfer_engine.installed().adapters) == {"free"}
+
+
+def test_a_server_that_was_joined_takes_the_next_version_too(site: Site) -> None:
+    site.send(2.0)
+    site.server.restart()
+    assert site.trainer.join(site.server, deadline_s=SEND_S) == 1
+    assert site.server.bias == 2.0
+    assert site.send(3.0).version == 2
+    assert site.server.bias == 3.0
+
+
+def test_a_server_that_does_not_say_what_it_has_takes_the_version_after_the_one_that_it_missed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Server, "get_weight_version")
+    site.send(2.0)
+    site.server.restart()
+    with pytest.raises(DeadlineExceeded, match="waiting for the reports of 1 of 1 workers"):
+        site.send(3.0, deadline_s=0.5)
+    site.send(4.0)
+    assert site.server.bias == 4.0
+
+
+def test_an_introduction_that_comes_late_ends_no_update_of_the_next_trainer(site: Site) -> None:
+    late = site.trainer.introduction(1)
+    new = site.start({})
+    start = site.server.start_weight_update
+
+    def start_and_be_late() -> None:
+        start()
+        site.server.init_weight_transfer_engine(late)
+
+    site.server.start_weight_update = start_and_be_late  # type: ignore[method-assign]
+    site.trainer.shutdown()
+    site.trainer = new
+    assert site.send(3.0).version == 1
+    assert site.server.bias == 3.0
+
+
+def test_a_trainer_meets_servers_that_have_different_versions(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(server: Server) -> str:
+        raise InvalidInput("the servers have different versions")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "get_weight_version", differ)
+        new = site.start({})
+    site.trainer.shutdown()
+    site.trainer = new
+    site.send(3.0)
+    assert site.server.bias == 3.0
