@@ -147,9 +147,7 @@ def test_wrapped_data_without_a_batch_size_is_a_column_too(part: str, data: Any,
     assert td["one"].tolist() == ["abc"] * 3
 
 
-def test_wrapped_data_without_a_batch_size_is_spread_over_partitions(
-    shared: tq.TransferQueueClient, part: str
-) -> None:
+def test_wrapped_data_without_a_batch_size_is_spread_over_partitions(shared: tq.TransferQueueClient, part: str) -> None:
     metas = [shared.put({"t": torch.zeros(2)}, partition_id=p) for p in (part, part + "2")]
     both = tq.BatchMeta.concat(metas).select_samples([0, 2, 1, 3])
     shared.put({"x": NonTensorData(["a", "b", "c", "d"]), "one": NonTensorData("abcd")}, metadata=both)

@@ -238,7 +238,9 @@ class Controller:
     def _note_inserted(self, message: m.Request, reply: m.Reply, session: bytes) -> None:
         """Be able to remove new rows, should their asker never get them; remember who wrote what."""
         if type(message) is m.Commit and isinstance(reply, m.Committed):
-            self.state.recent.wrote(self._leases.now, session, message, reply)
+            self.state.recent.wrote(self._leases.now, session, message, reply.rows)
+            if message.finishes:
+                self.state.recent.brought(self._leases.now, session, message, message.finishes, reply)
         if type(message) is m.Insert and isinstance(reply, m.RowSet):
             fields = message.fields if message.alone else ()
             grant = InsertGrant(self.tables[message.partition], indexes_of(reply.rows), fields)

@@ -38,16 +38,19 @@ class RecentEvents:
         self._events: deque[Happened] = deque()
         self._num_rows = 0
 
-    def wrote(self, at: float, session: bytes, message: m.Commit, reply: m.Committed) -> None:
-        """A commit is done, and this is its answer."""
+    def wrote(self, at: float, session: bytes, message: m.Commit, rows: bytes) -> None:
+        """A commit is done; `rows` are its own."""
         fields = [field.name for field in message.fields] + [one.field.name for one in message.shared]
-        rows = indexes_of(reply.rows)
-        self.note(Happened(at, "written", message.partition, rows, session, "", tuple(fields)))
-        if message.finishes:
-            refused = {one.at for one in reply.refused}
-            results = [one for place, one in enumerate(message.finishes) if place not in refused]
-            if sum(one.count for one in results) == len(rows):  # else some were said before
-                self.finished(at, session, message.partition, results, rows)
+        self.note(Happened(at, "written", message.partition, indexes_of(rows), session, "", tuple(fields)))
+
+    def brought(
+        self, at: float, session: bytes, message: m.Commit, finishes: Sequence[m.FinishedSlot], reply: m.Committed
+    ) -> None:
+        """The rows of a commit are the results of attempts, but for those that were refused."""
+        rows, refused = indexes_of(reply.rows), {one.at for one in reply.refused}
+        results = [one for place, one in enumerate(finishes) if place not in refused]
+        if sum(one.count for one in results) == len(rows):  # else some were said before
+            self.finished(at, session, message.partition, results, rows)
 
     def finished(
         self, at: float, session: bytes, partition: str, results: Sequence[m.FinishedSlot], rows: NDArray[np.int64]
