@@ -205,3 +205,30 @@ def test_an_update_gives_each_row_its_own_item(part: str, shared: tq.TransferQue
     meta = shared.put({"s": ["a", "b"]}, partition_id=part)
     shared.update(meta, ["s"], TensorDict({"s": np.array(["p", "q"])}, batch_size=2), parser="replace")
     assert list(shared.get_data(meta)["s"]) == ["p", "q"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "ragged"), [("a", 1), ("ad", 1), ("ab", 2), ("bc", 1), ("ae", 3), ("ac", None)], ids=str
+)
+def test_some_rows_of_a_column_that_differ_in_fewer_dimensions_are_jagged(
+    part: str, keys: str, ragged: int | None
+) -> None:
+    """As when they were put alone: programs ask for `offsets()` of whatever they read."""
+    shapes = {"a": (3, 2, 2), "b": (3, 4, 2), "c": (1, 4, 5), "d": (3, 2, 2), "e": (3, 2, 7)}
+    rows = {key: torch.rand(shape) for key, shape in shapes.items()}
+    rows["c"] = torch.rand(1, 4, 2) if keys == "bc" else rows["c"]
+    tq.kv_batch_put(list(rows), part, {"x": list(rows.values())})
+    got = tq.kv_batch_get(list(keys), part)["x"]
+    assert got.layout == (torch.strided if ragged is None else torch.jagged)
+    assert ragged is None or (got._ragged_idx == ragged and len(got.offsets()) == len(keys) + 1)
+    assert all(torch.equal(one, rows[key]) for one, key in zip(got.unbind(), keys, strict=True))
+    if len({rows[key].shape for key in keys}) == 1:
+        assert tq.kv_batch_get(list(keys), part, dense=True)["x"].shape == (len(keys), 3, 2, 2)
+
+
+def test_a_jagged_row_beside_one_of_other_width_is_jagged_in_that_dimension(part: str) -> None:
+    tq.kv_put("a", part, {"x": torch.rand(4, 3)})
+    tq.kv_batch_put(["b", "c"], part, {"x": [torch.rand(4, 1), torch.rand(2, 1)]})
+    assert tq.kv_batch_get(["b", "a"], part)["x"]._ragged_idx == 2
+    assert tq.kv_batch_get(["b", "c"], part)["x"]._ragged_idx == 1
+    assert tq.kv_batch_get(["a", "c"], part)["x"].layout == torch.strided

@@ -38,6 +38,7 @@ from transfer_queue.codec.rows import (
     gather_varied,
     take_dense,
     take_ragged,
+    varied_spans,
 )
 from transfer_queue.codec.spread_rows import SpreadRows
 from transfer_queue.codec.stacks import stack
@@ -152,7 +153,7 @@ class Assembler:
         if name in self.out and inner is None:
             return self._into(self.out[name], name, merged, runs)
         if len(ragged) > 1:
-            return self._varied(runs, dtype)
+            return self._varied(runs, dtype, inner)
         if ragged:
             return self._jagged(*gather_ragged(runs, ragged[0], self.copier), dtype, merged, ragged[0], inner)
         count = sum(run.rows for run in runs)
@@ -266,9 +267,19 @@ class Assembler:
             at += run.rows
         return target
 
-    def _varied(self, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
-        data, shapes = gather_varied(runs, self.copier)
-        values = typed(data, dtype, (int(shapes.prod(axis=1).sum()),))
+    def _varied(self, runs: Sequence[Run], dtype: torch.dtype, inner: tuple[int, ...] | None) -> torch.Tensor:
+        """Rows of a column that differ in several dimensions. Of those that are asked for, fewer may."""
+        spans, shapes = varied_spans(runs)
+        differing = np.flatnonzero((shapes != shapes[0]).any(axis=0)).tolist() if inner is None else []
+        numel = int(shapes.prod(axis=1).sum())
+        if inner is None and not differing:
+            data = gather_varied(runs, spans, self.copier)
+            return self._dense(data, dtype, len(shapes), tuple(shapes[0].tolist()))
+        if len(differing) == 1:
+            values = typed(gather_varied(runs, spans, self._now().copier), dtype, (numel,))
+            parts = values.split(shapes.prod(axis=1).tolist())
+            return mixing.joined([part.view(shape) for part, shape in zip(parts, shapes.tolist(), strict=True)])
+        values = typed(gather_varied(runs, spans, self.copier), dtype, (numel,))
         return strided(values, torch.from_numpy(np.ascontiguousarray(shapes)))
 
     def _tensordict(self, runs: list[Run]) -> TensorDict:

@@ -320,8 +320,13 @@ def varied_parts(block: BlockBytes, column: Column) -> tuple[Bytes, Ints, Ints]:
     return values, offsets, shapes
 
 
-def gather_varied(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
-    """(flattened values of the rows one after the other, shapes (rows, ndim)), whatever kind the columns have."""
+def gather_varied(runs: Sequence[Run], spans: Sequence[Bytes], copier: Copier) -> Bytes:
+    """The flattened values of the rows one after the other, which `varied_spans` found."""
+    return join(spans, copier, len(runs) == 1 and _viewable(runs, sum(map(len, spans))))
+
+
+def varied_spans(runs: Sequence[Run]) -> tuple[list[Bytes], Ints]:
+    """(where the values of the rows lie, in order; shapes (rows, ndim)), whatever kind the columns have."""
     spans: list[Bytes] = []
     shapes: list[Ints] = []
     known: dict[int, tuple[Bytes, Ints, Ints]] = {}  # by block
@@ -344,5 +349,4 @@ def gather_varied(runs: Sequence[Run], copier: Copier) -> tuple[Bytes, Ints]:
             table[:, column.ragged] = np.diff(marks)
             spans += [steps[:, a:b].reshape(-1) for a, b in itertools.pairwise(marks.tolist())]
         shapes.append(table)
-    view = len(runs) == 1 and _viewable(runs, sum(len(span) for span in spans))
-    return join(spans, copier, view), np.concatenate(shapes)
+    return spans, np.concatenate(shapes)
