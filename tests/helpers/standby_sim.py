@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ BUDGET = 64 * PAGE
 SPILL = SpillSpace(tempfile.gettempdir(), BUDGET)
 MAX_ROWS = 24  # few, so that some requests wait for room
 JOURNAL_NBYTES = 8 << 20
+RECENT = 4
 
 
 class Link:
@@ -160,6 +161,7 @@ class Simulation:
     ) -> None:
         self._random = random.Random(seed)
         self._sampler = self._random.choice(SAMPLERS)
+        self._weight_of_groups = self._random.choice((1, 1, 10))  # some runs are of groups, mostly
         self._recorder = Recorder()
         self.service = recorded(self._sampler(), self._recorder, ledger=ledger, kind=kind)
         self.service.unit.shm.open()
@@ -313,12 +315,12 @@ class Simulation:
             self._group_leases.append(reply.lease)
 
     def _request(self, rid: int, session: ServerSession) -> tuple[m.Request, bytes]:
-        pick, below = self._random.choice, self._random.randrange
+        pick, below, recent = self._random.choice, self._random.randrange, self._recent
         partition, count = pick(PARTITIONS), below(1, 5)
         keys = self._random.sample(KEYS, count)
         tags = [{"n": below(9), "weight_version": below(4)} for _ in range(count)]
         wait_s = pick([0.0, 0.0, 0.3])
-        makers: list[tuple[int, Any]] = [
+        makers: list[tuple[float, Any]] = [
             (8, lambda: m.Commit(rid, partition, count, pick([keys, None]), None, pick(FIELDS), 0, b"layout",
                                  pick([tags, None]), wait_s)),
             (4, lambda: self._sharing(rid, session, partition, count, pick([keys, None]), wait_s)),
@@ -327,13 +329,13 @@ class Simulation:
             (6, lambda: m.Fetch(rid, partition, [pick("xy")], pick([2, 4]), pick(TASKS), self._sampling(), wait_s,
                                 pick([True, False]), pick([0.0, 0.0, 0.4]), locate=pick([True, False]))),
             (2, lambda: self._shared(rid, partition, pick(TASKS), wait_s)),
-            (3, lambda: m.Ack(rid, pick(self._leases), None)),
-            (1, lambda: m.Release(rid, pick(self._leases), None)),
-            (2, lambda: m.Nack(rid, pick(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
+            (3, lambda: m.Ack(rid, recent(self._leases), None)),
+            (1, lambda: m.Release(rid, recent(self._leases), None)),
+            (2, lambda: m.Nack(rid, recent(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
             (1, lambda: m.Requeue(rid, partition, pick(TASKS), None)),
             (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([["t", "u"], ["t"]]), [])),
-            (1, lambda: m.ResumeStep(rid, below(6), ["t"])),
-            (1, lambda: m.Renew(rid, pick(self._leases), 0.5)),
+            (1, lambda: m.ResumeStep(rid, self._marked(), ["t"])),
+            (1, lambda: m.Renew(rid, recent(self._leases), 0.5)),
             (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
             (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),
             (1, lambda: m.Find(rid, partition, keys, pick([True, False]), wait_s)),
@@ -343,47 +345,113 @@ class Simulation:
             (2, lambda: m.Admit(rid, pick(TASKS), 2, 2, 4, wait_s)),
             (1, lambda: m.GiveBack(rid, pick(TASKS), 1)),
             (2, lambda: m.Lock(rid, partition, keys[:2], 0.5, wait_s, {})),
-            (1, lambda: m.Unlock(rid, 8 + below(6))),
+            (1, lambda: m.Unlock(rid, self._locked())),
             (1, lambda: m.Scan(rid, partition, ["x"])),
             (2, lambda: pick([m.DescribePool(rid, partition), m.DescribeService(rid, 8)])),
-            *self._of_groups(rid, partition, count, wait_s),
+            *((self._weight_of_groups * one, made) for one, made in self._of_groups(rid, partition, count, wait_s)),
+            *self._of_rows(rid, partition, count, tags, wait_s),
         ]  # fmt: skip
         (maker,) = self._random.choices([made for _, made in makers], [weight for weight, _ in makers])
         message = maker()
         return message, b"z" * pick([10, 500, 9000]) if isinstance(message, m.Commit) and not message.block else b""
 
-    def _of_groups(self, rid: int, partition: str, count: int, wait_s: float) -> list[tuple[int, Any]]:
-        """What is asked of pools of groups, and of series of partitions."""
-        pick, below = self._random.choice, self._random.randrange
-        name, size = f"g{below(12)}", 1 + below(3)
+    def _of_rows(self, rid: int, partition: str, count: int, tags: Any, wait_s: float) -> list[tuple[float, Any]]:
+        """What is asked of rows that are there, by number, and of partitions."""
+        pick, below, recent = self._random.choice, self._random.randrange, self._recent
+        rows = self._rows_there(partition, count)
+        names = packed(rows)
         return [
-            (1, lambda: m.OpenPool(rid, partition, pick(POLICIES), None)),
-            (1, lambda: m.RemovePool(rid, partition, pick([True, False]))),
+            (3, lambda: m.Commit(rid, partition, len(rows), None, names, pick(FIELDS), 0, b"layout",
+                                 pick([tags[: len(rows)], None]), wait_s)),
+            (2, lambda: m.Commit(rid, partition, len(rows), None, names, [], -1, b"", tags[: len(rows)], wait_s,
+                                 list(range(below(len(rows) + 1))))),
+            (2, lambda: m.SetTags(rid, partition, names, tags[: len(rows)], pick([True, False]))),
+            (1, lambda: m.Clear(rid, partition, None, names, spares=pick([True, False]))),
+            (2, lambda: m.Fetch(rid, partition, [pick("xy")], 2, pick(TASKS),
+                                {**self._sampling(), "max_staleness": below(3), "max_deliver": 1 + below(3)}, wait_s,
+                                True, 0.4)),
+            (1, lambda: m.SetPartition(rid, partition, pick([None, below(9)]), {"m": below(3)},
+                                       pick([{}, {"y": below(5)}]))),
+            (1, lambda: m.MarkStep(rid, rid, ["t"], [(recent(self._leases), pick([None, names]))])),
+            (1, lambda: m.Nack(rid, recent(self._leases), names, pick([0.0, 0.4]), "")),
+            (1, lambda: m.Ack(rid, recent(self._leases), names)),
+            (1, lambda: m.KeepLock(rid, self._locked(), 0.5)),
+        ]  # fmt: skip
+
+    @property
+    def _machine(self) -> Controller:
+        assert isinstance(self.service.controller, Controller)
+        return self.service.controller
+
+    def _recent(self, found: Sequence[Any]) -> Any:
+        """One of the last: what is asked of others is refused."""
+        return self._random.choice(found[-RECENT:])
+
+    def _marked(self) -> int:
+        steps = self._machine._fetching.steps._tasks
+        return int(self._recent([0, *steps["t"].done] if "t" in steps else [0]))
+
+    def _locked(self) -> int:
+        return int(self._recent([8, *self._machine.locks._held]))
+
+    def _rows_there(self, partition: str, count: int) -> list[int]:
+        """Some rows of a partition, and where there are none one that nobody has."""
+        table = self._machine.tables.get(partition)
+        there = [] if table is None else table.index[table.live_slots()].tolist()
+        return sorted(self._random.sample(there, min(count, len(there)))) or [4711]
+
+    def _of_groups(self, rid: int, partition: str, count: int, wait_s: float) -> list[tuple[float, Any]]:
+        """What is asked of pools of groups, and of series of partitions."""
+        pick, below, recent = self._random.choice, self._random.randrange, self._recent
+        name, size = f"g{below(12)}", 1 + below(3)
+        pool = self._machine.groups.pools.get(partition)
+        ticket = self._recent([below(6), *(() if pool is None else sorted(pool.state.reserved))])
+        known = self._recent(["g0", *(() if pool is None else pool.state.groups)])
+        opened = self._recent([partition, *self._machine.state.series.members])
+        return [
+            (0.5 if pool else 40, lambda: m.OpenPool(rid, partition, pick(POLICIES), None)),
+            (0.1, lambda: m.RemovePool(rid, partition, pick([True, False]))),
             (1, lambda: m.TakeTickets(rid, partition, 1 + below(2), wait_s)),
-            (2, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, below(6)]),
+            (3, lambda: m.OpenGroup(rid, partition, name, size, 1, pick("ab"), {}, None, pick([None, ticket]),
                                     count > 3, pick([1.0, 0.0, 4.0]))),
-            (1, lambda: m.PrioritizeGroups(rid, partition, [name], [pick([0.5, 2.0])])),
-            (2, lambda: m.ClaimSlots(rid, partition, count, pick([None, name]), wait_s, pick([0.0, 0.3]))),
-            (3, lambda: m.FinishSlots(rid, partition, self._finished(count), packed(self._some_rows(count)))),
-            (4, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,
-                                 finishes=self._finished(count))),
-            (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*pick(self._attempts))], pick(["infra", "data"]))),
-            (1, lambda: m.FilterGroups(rid, partition, [name])),
-            (2, lambda: m.SelectGroups(rid, partition, 1, size, None, 0.4, wait_s)),
-            (1, lambda: m.AckGroups(rid, pick(self._group_leases), None, pick([True, False]))),
-            (1, lambda: m.ReleaseGroups(rid, pick(self._group_leases), None)),
+            (1, lambda: m.PrioritizeGroups(rid, partition, [known], [pick([0.5, 2.0])])),
+            (4, lambda: m.ClaimSlots(rid, partition, count, pick([None, None, known]), wait_s, pick([0.0, 0.3]))),
+            (3, lambda: m.FinishSlots(rid, partition, self._finished(partition, count),
+                                      packed(self._some_rows(count)))),
+            (8, lambda: m.Commit(rid, partition, count, None, None, pick(FIELDS), 0, b"layout", None, wait_s,
+                                 finishes=self._finished(partition, count))),
+            (1, lambda: m.FailSlots(rid, partition, [m.Attempt(*recent(self._attempts))], pick(["infra", "data"]))),
+            (1, lambda: m.FilterGroups(rid, partition, [known])),
+            (4, lambda: m.SelectGroups(rid, partition, 1, size, None, 0.4, wait_s)),
+            (1, lambda: m.AckGroups(rid, recent(self._group_leases), None, pick([True, False]))),
+            (1, lambda: m.ReleaseGroups(rid, recent(self._group_leases), None)),
             (1, lambda: m.AwaitGroups(rid, partition, 1, wait_s)),
             (1, lambda: m.TakeRefills(rid, partition, 2, wait_s)),
             (1, lambda: m.OpenPartition(rid, partition, "series", below(2), ["t"], pick([True, False]), wait_s)),
-            (1, lambda: m.FinishPartition(rid, partition, "t")),
+            (1, lambda: m.FinishPartition(rid, opened, "t")),
+            (1, lambda: m.ReturnTickets(rid, partition, [below(4)])),
+            (1, lambda: m.RetargetGroup(rid, partition, known, below(6))),
+            (1, lambda: m.AdvancePool(rid, partition, below(6))),
+            (1, lambda: m.RenewGroups(rid, recent(self._group_leases), 0.5)),
+            (0.1, lambda: m.EndPool(rid, partition)),
         ]  # fmt: skip
 
-    def _finished(self, num_rows: int) -> list[m.FinishedSlot]:
-        """Results of some attempts, which share so many rows out; now and then they do not."""
+    def _finished(self, partition: str, num_rows: int) -> list[m.FinishedSlot]:
+        """Results of some attempts, which share so many rows out; now and then of one that is over, or of one twice."""
+        pool = self._machine.groups.pools.get(partition)
+        groups = {} if pool is None else pool.state.groups
+        running = [
+            (name, place, slot.attempts - 1)
+            for name, group in groups.items() for place, slot in enumerate(group.slots) if slot.state == "running"
+        ]  # fmt: skip
+        self._random.shuffle(running)
         made = []
         while num_rows > 0:
-            count = self._random.randint(1, num_rows)
-            made.append(m.FinishedSlot(*self._random.choice(self._attempts), 1.0, None, None, 3, {}, count))
+            attempt: tuple[str, int, int] = self._recent(self._attempts)
+            if running and self._random.random() < 0.9:
+                attempt = running.pop()
+            count = self._random.randint(1, num_rows) if running else num_rows
+            made.append(m.FinishedSlot(*attempt, 1.0, None, None, 3, {}, count))
             num_rows -= count
         return made + [made[0]] * (self._random.random() < 0.05)
 

@@ -568,7 +568,7 @@ class PoolCore:
 
     def forget_holders(self) -> None:
         """Nobody of those who worked on slots or had groups is known any more, as after a load."""
-        self.give_back(list(self.state.reserved))
+        self.give_back(sorted(self.state.reserved))
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
