@@ -148,6 +148,18 @@ def test_rows_without_a_key_are_counted_beside_the_keys(filled: transfer_queue.T
 
 
 @pytest.mark.usefixtures("filled")
+def test_who_works_on_siblings_is_shown() -> None:
+    pool = transfer_queue.group_pool("groups")
+    assert "worked on by" not in told("groups")
+    attempts = pool.claim(2)
+    assert f"pid {os.getpid()}" in told("groups")
+    found = shown("groups")["pools"]["groups"]
+    assert (found["running"], [one["attempts"] for one in found["workers"]]) == (2, [2])
+    pool.fail(attempts)
+    assert shown("groups")["pools"]["groups"]["workers"] == []
+
+
+@pytest.mark.usefixtures("filled")
 def test_a_task_is_shown_with_what_it_has() -> None:
     actor, bad = shown("tasks")
     assert (actor["task"], actor["leased"], actor["consumed"]) == ("actor", 3, 2)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 TASK = (
     "partition", "task", "ready", "oldest", "leased", "kept", "consumed", "returned", "dead", "stale", "max_age",
 )  # fmt: skip
-POOL = ("pool", "version", "open", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended", "sampled")
+POOL = (
+    "pool", "version", "open", "running", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended",
+    "sampled",
+)  # fmt: skip
 Limit = Annotated[int, typer.Option(min=0, max=16384, help="How many to show.")]
 
 
@@ -176,6 +179,12 @@ def groups(address: Address = None, as_json: AsJson = False) -> None:
             for name, source, one in sources
         ]
         print_table(("pool", "source", *fields, "starved"), lines)
+    whose = names_of(seen)
+    workers = [
+        (name, whose(one["session"]), one["attempts"]) for name, pool in seen.groups.items() for one in pool["workers"]
+    ]
+    if workers:
+        print_table(("pool", "worked on by", "attempts"), workers)
     open_ones = [
         (series, name, ", ".join(one["consumers"]), ", ".join(one["left"]), "yes" if one["clears"] else "no")
         for series, found in seen.series.items()

@@ -31,9 +31,11 @@ def by_state(pool: PoolCore) -> dict[str, int]:
     return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
 
 
-def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, now: float) -> dict[str, Any]:
+def described(
+    pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, workers: Sequence[Mapping[str, Any]], now: float
+) -> dict[str, Any]:
     """`GroupPool.status`. `used_at`: when a group of each source was consumed last, or opened first (None: not in this
-    life of the service); `waiting`: requests."""
+    life of the service); `waiting`: requests; `workers`: who makes how many attempts."""
     sources = {
         name: {
             **{field: getattr(one, field) for field in one.__struct_fields__},
@@ -45,6 +47,7 @@ def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int,
         "version": pool.version, **by_state(pool), "eligible": pool.num_available,
         "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
+        "running": sum(one["attempts"] for one in workers), "workers": list(workers),
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip
 

@@ -213,11 +213,14 @@ def _replicas(overview: ServiceOverview) -> list[Values]:
     ]  # fmt: skip
 
 
+POOL = ("version", "open", "running", "sealed", "lent", "eligible", "waiting", "ended")
+
+
 def _pool(name: str, pool: Mapping[str, Any]) -> Values:
     sources = pool.get("sources", {})
     return {
         "partition": printable(name),
-        **{key: pool.get(key) for key in ("version", "open", "sealed", "lent", "eligible", "waiting", "ended")},
+        **{key: pool.get(key) for key in POOL},
         "sources": [
             {"name": printable(str(source)), **{key: _number(value) for key, value in list(counts.items())[:24]}}
             for source, counts in list(sources.items())[:MAX_LISTED]
