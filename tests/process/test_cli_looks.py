@@ -143,6 +143,8 @@ def test_rows_without_a_key_are_counted_beside_the_keys(filled: transfer_queue.T
     filled.put({"x": torch.zeros(3, 1)}, partition_id="unnamed")
     assert (shown("ls", "unnamed")["num_keys"], shown("ls", "unnamed")["num_unnamed"]) == (0, 3)
     assert told("ls", "unnamed").splitlines()[-1] == "3 rows without a key"
+    done = tq("tail", "unnamed", "--for", "0", "--address", transfer_queue.address())
+    assert "3 of its rows have no key, and such rows are not followed" in done.stderr
     filled.clear_partition("unnamed")
     assert shown("ls", "train")["num_unnamed"] == 0
 
