@@ -150,11 +150,14 @@ def replicas(address: Address = None, as_json: AsJson = False) -> None:
 
 
 def names_of(seen: m.ServiceOverview) -> Any:
-    """What to call a session: its process where that is known, else the beginning of its name."""
+    """What to call a session: its process where that is known, else the beginning of its name, and its host."""
+    hosts = {one.session: one.host for one in seen.sessions}
     pids = {one.session: one.pid for one in seen.departures} | {one.session: one.pid for one in seen.sessions}
 
     def name(one: bytes) -> str:
-        return f"pid {pids[one]}" if pids.get(one) else one.hex()[:8]
+        if pids.get(one):
+            return f"pid {pids[one]}"
+        return f"{one.hex()[:8]} on {hosts[one]}" if hosts.get(one) else one.hex()[:8]
 
     return name
 

@@ -194,7 +194,7 @@ def _heaviest(sessions: list[SessionOverview]) -> list[SessionOverview]:
 def _session(one: SessionOverview, own_pid: int) -> Values:
     return {
         "id": one.session.hex()[:8], "pid": one.pid, "local": one.local, "connections": one.connections,
-        "pinned": one.pinned_nbytes, "own": one.local and one.pid == own_pid,
+        "pinned": one.pinned_nbytes, "host": printable(one.host), "own": one.local and one.pid == own_pid,
     }  # fmt: skip
 
 

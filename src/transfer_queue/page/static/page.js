@@ -207,7 +207,7 @@ function leases(look) {
 
 function sessions(look) {
   show("sessions", [look.sessions, look.num_sessions], () => [
-    table(["Client", "Process", "Connections", "Holds"], look.sessions.map(one => [one.id, one.own ? "this page" : one.pid ? "pid " + one.pid : one.local ? "here" : "another host", count(one.connections), bytes(one.pinned)]), [2, 3]),
+    table(["Client", "Process", "Connections", "Holds"], look.sessions.map(one => [one.id, one.own ? "this page" : one.pid ? "pid " + one.pid : one.local ? "here" : one.host || "another host", count(one.connections), bytes(one.pinned)]), [2, 3]),
     ...more(look.sessions.length, look.num_sessions)]);
 }
 
