@@ -603,4 +603,10 @@ def test_who_works_on_siblings_is_told_until_the_attempt_is_over() -> None:
     assert found["workers"] == [{"session": b"one", "attempts": 2}, {"session": b"two", "attempts": 1}]
     box.finish("x", 0)
     box.ask(m.FailSlots, [m.Attempt("x", 2, 0)], "infra")
+    box.open("y", 1)
+    assert box.ask(m.DescribePool).values["oldest_open"] == {
+        "group": "x", "source": "", "start_version": 0, "size": 3, "done": 1, "running": 1, "idle": 1, "failed": 0,
+    }  # fmt: skip
+    with pytest.raises(DeadlineExceeded, match="the oldest open group is 'x': 1 of 3 slots done, 1 running"):
+        box.select(1)
     assert box.ask(m.DescribePool).values["workers"] == [{"session": b"one", "attempts": 1}]

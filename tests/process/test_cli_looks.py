@@ -155,6 +155,7 @@ def test_who_works_on_siblings_is_shown() -> None:
     assert "worked on by" not in told("groups")
     attempts = pool.claim(2)
     assert f"pid {os.getpid()}" in told("groups")
+    assert "oldest open group" in told("groups")
     found = shown("groups")["pools"]["groups"]
     assert (found["running"], [one["attempts"] for one in found["workers"]]) == (2, [2])
     pool.fail(attempts)

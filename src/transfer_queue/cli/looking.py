@@ -20,6 +20,7 @@ POOL = (
     "pool", "version", "open", "running", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended",
     "sampled",
 )  # fmt: skip
+OPEN = ("source", "version", "slots", "done", "running", "idle", "failed")  # of the open group that came first
 Limit = Annotated[int, typer.Option(min=0, max=16384, help="How many to show.")]
 
 
@@ -188,6 +189,9 @@ def groups(address: Address = None, as_json: AsJson = False) -> None:
     ]
     if workers:
         print_table(("pool", "worked on by", "attempts"), workers)
+    oldest = [(name, *pool["oldest_open"].values()) for name, pool in seen.groups.items() if pool["oldest_open"]]
+    if oldest:
+        print_table(("pool", "oldest open group", *OPEN), oldest)
     open_ones = [
         (series, name, ", ".join(one["consumers"]), ", ".join(one["left"]), "yes" if one["clears"] else "no")
         for series, found in seen.series.items()

@@ -221,11 +221,20 @@ def _pool(name: str, pool: Mapping[str, Any]) -> Values:
     return {
         "partition": printable(name),
         **{key: pool.get(key) for key in POOL},
+        "oldest": _oldest(pool.get("oldest_open") or {}),
         "sources": [
             {"name": printable(str(source)), **{key: _number(value) for key, value in list(counts.items())[:24]}}
             for source, counts in list(sources.items())[:MAX_LISTED]
         ],
     }
+
+
+def _oldest(group: Mapping[str, Any]) -> str:
+    """The open group that came first, in words; "" where there is none."""
+    if not group:
+        return ""
+    slots = f"{group['done']} of {group['size']} siblings done, {group['running']} under way"
+    return f"oldest open: {printable(str(group['group']), 60)} ({slots})"
 
 
 def _number(value: Any) -> Any:

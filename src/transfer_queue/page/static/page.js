@@ -225,6 +225,7 @@ function groups(look) {
   by("groups-panel").hidden = !look.groups.length;
   show("groups", look.groups, () => look.groups.flatMap(pool => {
     const words = [pool.open + " open", pool.running + " attempts under way", pool.sealed + " sealed", pool.lent + " lent", pool.eligible + " eligible", pool.waiting + " requests wait"];
+    if (pool.oldest) words.push(pool.oldest);
     if (pool.ended) words.push("no more will be opened");
     const head = make("p", "", make("b", "", pool.partition), " ", make("span", "soft", words.join(" · ")));
     const rows = pool.sources.map(one => [one.name || "–", count(one.opened), count(one.sealed), count(one.consumed), seconds(one.starved_s)]);
