@@ -445,7 +445,7 @@ def test_a_pool_is_removed_once_all_of_it_is_used() -> None:
     box.ask(m.RemovePool, False)
     assert box.rows() == rows, "used rows stay"
     groups = box.controller.state.groups
-    assert (groups.pools, groups._holdings[b"worker"].attempts, groups._consumed_at) == ({}, {}, {})
+    assert (groups.pools, groups._holdings[b"worker"].attempts, groups.consumed_at) == ({}, {}, {})
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.report()
 
@@ -591,3 +591,22 @@ def test_a_loaded_pool_goes_on_with_what_nobody_had() -> None:
 
 
 # ---- random histories ----
+
+
+def test_who_works_on_siblings_is_told_until_the_attempt_is_over() -> None:
+    box = GroupBox()
+    box.open("x", 3)
+    box.claim(2, session=b"one")
+    box.claim(1, session=b"two")
+    found = box.ask(m.DescribePool).values
+    assert found["running"] == 3
+    assert found["workers"] == [{"session": b"one", "attempts": 2}, {"session": b"two", "attempts": 1}]
+    box.finish("x", 0)
+    box.ask(m.FailSlots, [m.Attempt("x", 2, 0)], "infra")
+    box.open("y", 1)
+    assert box.ask(m.DescribePool).values["oldest_open"] == {
+        "group": "x", "source": "", "start_version": 0, "size": 3, "done": 1, "running": 1, "idle": 1, "failed": 0,
+    }  # fmt: skip
+    with pytest.raises(DeadlineExceeded, match="the oldest open group is 'x': 1 of 3 slots done, 1 running"):
+        box.select(1)
+    assert box.ask(m.DescribePool).values["workers"] == [{"session": b"one", "attempts": 1}]

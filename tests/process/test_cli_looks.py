@@ -143,8 +143,23 @@ def test_rows_without_a_key_are_counted_beside_the_keys(filled: transfer_queue.T
     filled.put({"x": torch.zeros(3, 1)}, partition_id="unnamed")
     assert (shown("ls", "unnamed")["num_keys"], shown("ls", "unnamed")["num_unnamed"]) == (0, 3)
     assert told("ls", "unnamed").splitlines()[-1] == "3 rows without a key"
+    done = tq("tail", "unnamed", "--for", "0", "--address", transfer_queue.address())
+    assert "3 of its rows have no key, and such rows are not followed" in done.stderr
     filled.clear_partition("unnamed")
     assert shown("ls", "train")["num_unnamed"] == 0
+
+
+@pytest.mark.usefixtures("filled")
+def test_who_works_on_siblings_is_shown() -> None:
+    pool = transfer_queue.group_pool("groups")
+    assert "worked on by" not in told("groups")
+    attempts = pool.claim(2)
+    assert f"pid {os.getpid()}" in told("groups")
+    assert "oldest open group" in told("groups")
+    found = shown("groups")["pools"]["groups"]
+    assert (found["running"], [one["attempts"] for one in found["workers"]]) == (2, [2])
+    pool.fail(attempts)
+    assert shown("groups")["pools"]["groups"]["workers"] == []
 
 
 @pytest.mark.usefixtures("filled")

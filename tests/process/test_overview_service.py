@@ -15,6 +15,7 @@ from hosts import Host
 from test_standby import DURABLE, replaced
 
 import transfer_queue as tq
+from transfer_queue.cli.looking import names_of
 from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.weights.fleet import ReplicaStatus
 
@@ -94,6 +95,11 @@ def test_another_host_sees_the_controllers_service(start_host: Callable[..., Hos
     assert [one.rows for one in there.partitions] == [4]
     assert there.server["pid"] == here.server["pid"] == head.client.stats()["pid"]
     assert len(there.server["units"]) == 1
+    assert {(one.local, one.host) for one in here.sessions} == {(True, ""), (False, "127.0.0.1")}
+    held = other.client.get_meta(["x"], 1, "p", task_name="actor", lease_s=60.0)
+    (lease,) = head.client.overview().leases
+    assert names_of(head.client.overview())(lease.holders[0]).endswith(" on 127.0.0.1")
+    other.client.ack(held)
     found = other.client.partition_map("p")
     assert found is not None
     assert found.written.tolist() == [[255] * 4]

@@ -67,14 +67,11 @@ def _fields(one: m.PartitionOverview) -> str:
 
 
 def _list_keys(partition: str, part: slice, address: str | None, as_json: bool) -> None:
-    from transfer_queue.client.operations.overview import overview
-
     with session(address) as found:
         changes = _changes(found, partition, {})
         if changes is None:
             raise UnknownRows(f"partition {partition!r} does not exist: `tq ls` shows those that do")
-        rows = {one.name: one.rows for one in answer(found, overview(found, 0)).partitions}.get(partition, 0)
-    unnamed = max(0, rows - len(changes.keys))
+        unnamed = _num_unnamed(found, partition, len(changes.keys))
     tags = changes.tags or [{}] * len(changes.keys)
     lines = list(zip(changes.keys[part], tags[part], strict=True))
     if as_json:
@@ -87,6 +84,14 @@ def _list_keys(partition: str, part: slice, address: str | None, as_json: bool) 
         print(f"{text}; --skip {part.stop} shows the next" if part.stop < len(changes.keys) else text)
     if unnamed:
         print(f"{unnamed:,} {'row' if unnamed == 1 else 'rows'} without a key")
+
+
+def _num_unnamed(found: Session, partition: str, num_keys: int) -> int:
+    """How many rows of a partition have no key."""
+    from transfer_queue.client.operations.overview import overview
+
+    rows = {one.name: one.rows for one in answer(found, overview(found, 0)).partitions}
+    return max(0, rows.get(partition, 0) - num_keys)
 
 
 def _changes(found: Session, partition: str, known: dict[str, tuple[int, int]]) -> m.Changes | None:
@@ -117,6 +122,10 @@ class FollowedKeys:
         self.exists = False
         for _ in self._news():  # what is there already is no news
             pass
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
 
     def wait(self, timeout_s: float) -> Iterator[KeyChange]:
         """The next changes, nothing after `timeout_s`. Waits in the service."""
@@ -165,6 +174,9 @@ def tail(
     with session(address) as found:
         followed = FollowedKeys(found, partition)
         state = "" if followed.exists else ", which does not exist yet"
+        unnamed = _num_unnamed(found, partition, followed.num_keys)
+        if unnamed:
+            state += f"; {unnamed:,} of its rows have no key, and such rows are not followed: `tq top` counts them"
         print(harmless(f"following partition {partition!r}{state}"), file=sys.stderr, flush=True)
         try:
             while (left_s := WATCH_S if end is None else min(WATCH_S, end - time.monotonic())) > 0:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 TASK = (
     "partition", "task", "ready", "oldest", "leased", "kept", "consumed", "returned", "dead", "stale", "max_age",
 )  # fmt: skip
-POOL = ("pool", "version", "open", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended", "sampled")
+POOL = (
+    "pool", "version", "open", "running", "sealed", "lent", "eligible", "tickets_out", "owed", "waiting", "ended",
+    "sampled",
+)  # fmt: skip
+OPEN = ("source", "version", "slots", "done", "running", "idle", "failed")  # of the open group that came first
 Limit = Annotated[int, typer.Option(min=0, max=16384, help="How many to show.")]
 
 
@@ -147,11 +151,14 @@ def replicas(address: Address = None, as_json: AsJson = False) -> None:
 
 
 def names_of(seen: m.ServiceOverview) -> Any:
-    """What to call a session: its process where that is known, else the beginning of its name."""
+    """What to call a session: its process where that is known, else the beginning of its name, and its host."""
+    hosts = {one.session: one.host for one in seen.sessions}
     pids = {one.session: one.pid for one in seen.departures} | {one.session: one.pid for one in seen.sessions}
 
     def name(one: bytes) -> str:
-        return f"pid {pids[one]}" if pids.get(one) else one.hex()[:8]
+        if pids.get(one):
+            return f"pid {pids[one]}"
+        return f"{one.hex()[:8]} on {hosts[one]}" if hosts.get(one) else one.hex()[:8]
 
     return name
 
@@ -176,6 +183,15 @@ def groups(address: Address = None, as_json: AsJson = False) -> None:
             for name, source, one in sources
         ]
         print_table(("pool", "source", *fields, "starved"), lines)
+    whose = names_of(seen)
+    workers = [
+        (name, whose(one["session"]), one["attempts"]) for name, pool in seen.groups.items() for one in pool["workers"]
+    ]
+    if workers:
+        print_table(("pool", "worked on by", "attempts"), workers)
+    oldest = [(name, *pool["oldest_open"].values()) for name, pool in seen.groups.items() if pool["oldest_open"]]
+    if oldest:
+        print_table(("pool", "oldest open group", *OPEN), oldest)
     open_ones = [
         (series, name, ", ".join(one["consumers"]), ", ".join(one["left"]), "yes" if one["clears"] else "no")
         for series, found in seen.series.items()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from transfer_queue.groups import PoolCore
 
-MANY = 256
+MANY = 32
 
 
 class GroupLease:
@@ -50,6 +51,10 @@ class SessionHoldings:
             self._worth_a_look = max(MANY, 2 * len(mine))
         mine.update(attempts)
 
+    def num_running(self, partition: str, pool: PoolCore) -> int:
+        """How many attempts it makes now. Nothing is forgotten by the look: a standby does not hear of looks."""
+        return sum(pool.is_running(*one) for one in self.attempts.get(partition, ()))
+
     def take(self, partition: str, pool: PoolCore, tickets: Iterable[int]) -> None:
         """It has these tickets. Those before that were used are forgotten."""
         mine = self.tickets.setdefault(partition, set())
@@ -60,3 +65,9 @@ class SessionHoldings:
         """The pool of this partition is gone."""
         for mine in (self.tickets, self.attempts, self.refills):
             mine.pop(partition, None)
+
+
+def workers(holdings: Mapping[bytes, SessionHoldings], partition: str, pool: PoolCore) -> list[dict[str, Any]]:
+    """The sessions that work on siblings, and on how many each."""
+    counts = ((session, held.num_running(partition, pool)) for session, held in holdings.items())
+    return [{"session": session, "attempts": count} for session, count in counts if count]

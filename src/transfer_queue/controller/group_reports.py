@@ -14,16 +14,35 @@ from transfer_queue.controller.table import Table
 from transfer_queue.groups import PoolCore, SiblingGroup
 from transfer_queue.wire import messages as m
 
+MAX_NAME = 60  # characters of a group's name where it is one thing of many
+
 
 def summary(partition: str, pool: PoolCore) -> str:
     """What there is, for whoever waits for more."""
     rate = pool.policy.samples_per_insert
     allowed = "" if rate is None else f"; samples_per_insert={rate:g} allows {pool.samples_left():g} selections now"
+    oldest = oldest_open(pool)
+    behind = "" if oldest is None else (
+        f"; the oldest open group is {oldest['group'][:MAX_NAME]!r}: {oldest['done']} of {oldest['size']} slots done, "
+        f"{oldest['running']} running"
+    )  # fmt: skip
     return (
         f"the pool of {partition!r} at version {pool.version} has {pool.num_open} open groups, "
         f"{pool.num_sealed} sealed ones ({pool.num_available} eligible), {pool.num_lent} lent, "
-        f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled{allowed}"
+        f"{len(pool.state.reserved)} tickets out, {pool.state.owed} not refilled{allowed}{behind}"
     )
+
+
+def oldest_open(pool: PoolCore) -> dict[str, Any] | None:
+    """The open group that came first, and how many of its slots are in which state; None where no group is open."""
+    group = next((one for one in pool.groups.values() if one.state == "open"), None) if pool.num_open else None
+    if group is None:
+        return None
+    states = [slot.state for slot in group.slots]
+    return {
+        "group": group.name, "source": group.source, "start_version": group.start, "size": len(states),
+        **{state: states.count(state) for state in ("done", "running", "idle", "failed")},
+    }  # fmt: skip
 
 
 def by_state(pool: PoolCore) -> dict[str, int]:
@@ -31,9 +50,11 @@ def by_state(pool: PoolCore) -> dict[str, int]:
     return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
 
 
-def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, now: float) -> dict[str, Any]:
+def described(
+    pool: PoolCore, used_at: Mapping[str, float | None], waiting: int, workers: Sequence[Mapping[str, Any]], now: float
+) -> dict[str, Any]:
     """`GroupPool.status`. `used_at`: when a group of each source was consumed last, or opened first (None: not in this
-    life of the service); `waiting`: requests."""
+    life of the service); `waiting`: requests; `workers`: who makes how many attempts."""
     sources = {
         name: {
             **{field: getattr(one, field) for field in one.__struct_fields__},
@@ -45,6 +66,8 @@ def described(pool: PoolCore, used_at: Mapping[str, float | None], waiting: int,
         "version": pool.version, **by_state(pool), "eligible": pool.num_available,
         "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
         "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
+        "running": sum(one["attempts"] for one in workers), "workers": list(workers),
+        "oldest_open": oldest_open(pool),
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,
     }  # fmt: skip
 

@@ -24,7 +24,7 @@ from transfer_queue.controller.group_checks import (
     check_versions,
     check_waiting,
 )
-from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, SessionHoldings
+from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, SessionHoldings, workers
 from transfer_queue.controller.group_reports import (
     by_state,
     described,
@@ -535,7 +535,8 @@ class GroupPools:
     def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
         used_at = {name: self.consumed_at.get((partition, name)) for name in pool.state.sources}
-        return described(pool, used_at, sum(one.message.partition == partition for one in self.parked), now)
+        waiting = sum(one.message.partition == partition for one in self.parked)
+        return described(pool, used_at, waiting, workers(self._holdings, partition, pool), now)
 
     def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
         """Every pool, as `status` of one says it."""

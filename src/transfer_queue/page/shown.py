@@ -194,7 +194,7 @@ def _heaviest(sessions: list[SessionOverview]) -> list[SessionOverview]:
 def _session(one: SessionOverview, own_pid: int) -> Values:
     return {
         "id": one.session.hex()[:8], "pid": one.pid, "local": one.local, "connections": one.connections,
-        "pinned": one.pinned_nbytes, "own": one.local and one.pid == own_pid,
+        "pinned": one.pinned_nbytes, "host": printable(one.host), "own": one.local and one.pid == own_pid,
     }  # fmt: skip
 
 
@@ -213,16 +213,28 @@ def _replicas(overview: ServiceOverview) -> list[Values]:
     ]  # fmt: skip
 
 
+POOL = ("version", "open", "running", "sealed", "lent", "eligible", "waiting", "ended")
+
+
 def _pool(name: str, pool: Mapping[str, Any]) -> Values:
     sources = pool.get("sources", {})
     return {
         "partition": printable(name),
-        **{key: pool.get(key) for key in ("version", "open", "sealed", "lent", "eligible", "waiting", "ended")},
+        **{key: pool.get(key) for key in POOL},
+        "oldest": _oldest(pool.get("oldest_open") or {}),
         "sources": [
             {"name": printable(str(source)), **{key: _number(value) for key, value in list(counts.items())[:24]}}
             for source, counts in list(sources.items())[:MAX_LISTED]
         ],
     }
+
+
+def _oldest(group: Mapping[str, Any]) -> str:
+    """The open group that came first, in words; "" where there is none."""
+    if not group:
+        return ""
+    slots = f"{group['done']} of {group['size']} siblings done, {group['running']} under way"
+    return f"oldest open: {printable(str(group['group']), 60)} ({slots})"
 
 
 def _number(value: Any) -> Any:

@@ -276,7 +276,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._timer.cancel()
         self._server.connection_limit.known(self)
         self._reader.max_header_nbytes = MAX_HEADER_NBYTES
-        self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid)
+        host = "" if self._local else self._transport.get_extra_info("peername")[0]
+        self._session = self._server.service.sessions.attach(hello.session, self._local, self._pid, host)
         self._number = self._session.opened
         self._server.service.apply_outcomes()  # whoever is told so is known to a standby that takes over, too
         self._send(self._server.welcome(self._local))

@@ -28,6 +28,7 @@ class ServerSession:
         self.ident = ident
         self.local = local
         self.pid = pid  # of the process, where it is on this host and known
+        self.host = ""  # from where it came last, over a network
         self.connections = 0
         self.opened = 0  # how many there have been: the number of the newest
         self.ended = False  # it said goodbye
@@ -97,13 +98,14 @@ class Sessions:
         self._away: OrderedDict[bytes, float] = OrderedDict()  # until when they may come back
         self._ended: OrderedDict[bytes, int] = OrderedDict()  # the processes of those that ended lately
 
-    def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
-        """The session of one more connection."""
+    def attach(self, ident: bytes, local: bool, pid: int = 0, host: str = "") -> ServerSession:
+        """The session of one more connection, which comes from the address `host` ("": of this host)."""
         session = self.by_ident.get(ident)
         if session is None:
             session = self.by_ident[ident] = ServerSession(ident, local, pid)
         self._away.pop(ident, None)
         session.pid = pid or session.pid  # a forked child's session was opened by its parent
+        session.host = host or session.host
         session.connections += 1
         session.opened += 1
         return session
@@ -134,7 +136,7 @@ class Sessions:
     def listed(self, pinned_nbytes: Mapping[bytes, int]) -> list[m.SessionOverview]:
         """All of them, as they are shown."""
         return [
-            m.SessionOverview(one.ident, one.pid, one.local, one.connections, pinned_nbytes.get(one.ident, 0))
+            m.SessionOverview(one.ident, one.pid, one.local, one.connections, pinned_nbytes.get(one.ident, 0), one.host)
             for one in self.by_ident.values()
         ]
 

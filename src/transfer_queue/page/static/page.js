@@ -207,7 +207,7 @@ function leases(look) {
 
 function sessions(look) {
   show("sessions", [look.sessions, look.num_sessions], () => [
-    table(["Client", "Process", "Connections", "Holds"], look.sessions.map(one => [one.id, one.own ? "this page" : one.pid ? "pid " + one.pid : one.local ? "here" : "another host", count(one.connections), bytes(one.pinned)]), [2, 3]),
+    table(["Client", "Process", "Connections", "Holds"], look.sessions.map(one => [one.id, one.own ? "this page" : one.pid ? "pid " + one.pid : one.local ? "here" : one.host || "another host", count(one.connections), bytes(one.pinned)]), [2, 3]),
     ...more(look.sessions.length, look.num_sessions)]);
 }
 
@@ -224,7 +224,8 @@ function replicas(look) {
 function groups(look) {
   by("groups-panel").hidden = !look.groups.length;
   show("groups", look.groups, () => look.groups.flatMap(pool => {
-    const words = [pool.open + " open", pool.sealed + " sealed", pool.lent + " lent", pool.eligible + " eligible", pool.waiting + " requests wait"];
+    const words = [pool.open + " open", pool.running + " attempts under way", pool.sealed + " sealed", pool.lent + " lent", pool.eligible + " eligible", pool.waiting + " requests wait"];
+    if (pool.oldest) words.push(pool.oldest);
     if (pool.ended) words.push("no more will be opened");
     const head = make("p", "", make("b", "", pool.partition), " ", make("span", "soft", words.join(" · ")));
     const rows = pool.sources.map(one => [one.name || "–", count(one.opened), count(one.sealed), count(one.consumed), seconds(one.starved_s)]);

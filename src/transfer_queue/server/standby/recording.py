@@ -219,9 +219,9 @@ class RecordingSessions(Sessions):
         super().__init__()
         self._recorder = recorder
 
-    def attach(self, ident: bytes, local: bool, pid: int = 0) -> ServerSession:
-        self._recorder.note(r.Attached(ident, local, pid))
-        return super().attach(ident, local, pid)
+    def attach(self, ident: bytes, local: bool, pid: int = 0, host: str = "") -> ServerSession:
+        self._recorder.note(r.Attached(ident, local, pid, host))
+        return super().attach(ident, local, pid, host)
 
     def detach(self, session: ServerSession, now: float) -> bool:
         self._recorder.note(r.Detached(session.ident, session.ended))

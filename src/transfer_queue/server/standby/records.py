@@ -97,11 +97,13 @@ class SamplerHeard(_Record, tag=39):
 
 
 class Attached(_Record, tag=9):
-    """One more connection. `pid`: of the process at its other end (0: on another host, or not known)."""
+    """One more connection. `pid`: of the process at its other end (0: on another host, or not known). `host`: the
+    address that it comes from ("": this host)."""
 
     session: bytes
     local: bool
     pid: int
+    host: str = ""
 
 
 class Detached(_Record, tag=10):

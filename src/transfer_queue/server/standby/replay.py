@@ -87,7 +87,7 @@ class UnitReplay:
     # sessions
 
     def _attached(self, record: r.Attached) -> None:
-        self._service.sessions.attach(record.session, record.local, record.pid)
+        self._service.sessions.attach(record.session, record.local, record.pid, record.host)
 
     def _detached(self, record: r.Detached) -> None:
         session = self._service.sessions.by_ident[record.session]

@@ -84,13 +84,15 @@ class LeaseOverview(msgspec.Struct, array_like=True):
 
 class SessionOverview(msgspec.Struct, array_like=True):
     """One client of the controller's server, over all its connections. `pid`: of its process where that is on this
-    host and known, else 0. `pinned_nbytes`: memory that its views hold."""
+    host and known, else 0. `pinned_nbytes`: memory that its views hold. `host`: the address that it comes from over a
+    network, of its own host or of that host's unit; "" where it is on this host."""
 
     session: bytes
     pid: int
     local: bool
     connections: int
     pinned_nbytes: int
+    host: str = ""
 
 
 class GivenBack(msgspec.Struct, array_like=True):
