@@ -404,7 +404,7 @@ class TrainerEngine(AdapterCalls):
         return TimedCall(silent_workers, self._client).result(deadline) if given is None else int(given)
 
     def _shown_label(self, deadline: Deadline) -> str:
-        return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else ""
+        return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else self._label
 
     def _pack(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         begun = time.monotonic()
