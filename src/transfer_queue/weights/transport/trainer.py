@@ -121,7 +121,7 @@ class TrainerEngine(AdapterCalls):
         Returns once all have committed; raises what went wrong, at most 2 s after `deadline_s` (packing is not
         interrupted), and then none has unless `finish` itself failed: `version` may be sent again. Receivers without
         the base of a difference are sent a full version. One that was started anew is introduced again. Of several
-        servers behind a `WeightSyncClient`, those that do not answer do not keep the others: see `SyncReport.missed`.
+        servers of ours behind a `WeightSyncClient`, those that do not answer keep nobody: see `SyncReport.missed`.
         """
         deadline = Deadline(deadline_s)
         self._settle(deadline)
