@@ -84,14 +84,19 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_servers_that_are_as_they_were_are_introduced_once(site: Site, is_silent: bool) -> None:
     engine = registry.engine(site.kind)(Receiver(Swap(Model())))
     client: Any = site.server if is_silent else Control(engine, engine.receiver)
-    num_met: list[Any] = []
+    told: list[Any] = []
     meet = client.init_weight_transfer_engine
-    client.init_weight_transfer_engine = lambda info: (num_met.append(info), meet(info))
+
+    def noted(info: Any) -> None:
+        told.append(info)
+        meet(info)
+
+    client.init_weight_transfer_engine = noted
     site.trainer.shutdown()
     site.trainer = registry.trainer(site.kind).trainer_init({}, client=client, source=StateDictSource(site.given))
     for value in (2.0, 3.0, 4.0):
         site.send(value)
-    assert len(num_met) == 1
+    assert len(told) == 1
     engine.shutdown()
 
 
