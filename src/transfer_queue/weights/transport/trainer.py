@@ -393,7 +393,7 @@ class TrainerEngine(AdapterCalls):
             self._label, self._estranged = label, True
             self._num_silent = self._count_silent(deadline)
         if self._estranged or self._late:
-            self._is_anew = self._num_silent > 0
+            self._is_anew = self._num_silent > 0 and self._can_join
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
