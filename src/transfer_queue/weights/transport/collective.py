@@ -180,6 +180,8 @@ class CollectiveTrainer(TrainerEngine):
         self._draft: Callable[[], Iterator[torch.Tensor]] | None = None  # gives the buckets that are to be sent
 
     def receivers_info(self) -> dict[str, Any]:
+        if self._store is None:
+            raise NotOpen("this trainer was shut down")
         return {
             "host": advertised(self.info.host), "port": self._store.port, "round": self._round, "rank_offset": 1,
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,
