@@ -261,7 +261,21 @@ def test_settings_that_cannot_be_are_refused_before_anybody_listens() -> None:
     kind = registry.trainer("tcp")
     with pytest.raises(InvalidInput, match="bytes"):
         kind.trainer_init({"port": port, "bucket_nbytes": -1}, client=Inline(engine), source=source)
+    with pytest.raises(InvalidInput, match="port 65536"):
+        kind.trainer_init({"port": 1 << 16}, client=Inline(engine), source=source)
     kind.trainer_init({"port": port}, client=Inline(engine), source=source).shutdown()
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("info", [{"folder": ""}, {"folder": "x", "keep": 0}])
+def test_a_folder_that_nobody_named_or_that_keeps_nothing_is_refused_and_nothing_is_written(
+    info: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = registry.engine("disk")(Receiver(InPlace(Net())))
+    with pytest.raises(InvalidInput, match="versions to keep in folder"):
+        registry.trainer("disk").trainer_init(info, client=Inline(engine), source=Source())
+    assert not list(tmp_path.iterdir())
     engine.shutdown()
 
 

@@ -207,6 +207,23 @@ def test_late_servers_are_given_a_version_whose_commit_failed_once_it_was_decide
     assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
 
 
+def test_a_rank_that_is_told_where_rank_0_is_to_be_waits_until_it_is(start_ranks: Callable[..., Ranks]) -> None:
+    ranks = start_ranks()
+    ranks.trainer.shutdown()
+    init, source = registry.trainer("tcp").trainer_init, ModuleSource(ranks.modules[1])
+    coming = BackgroundCall("tq-test", lambda: init({**ranks.told, "rank": 1}, client=None, source=source))
+    assert not coming.ended(0.05)
+    ranks.restart()
+    assert coming.ended(ROOM_S)
+    ranks.holder.shutdown()
+    ranks.holder = coming.outcome()
+    reports = [call.outcome() for call in ranks.send()]
+    assert reports == [reports[0]] * 2
+    ranks.trainer.shutdown()
+    with pytest.raises(ServiceUnavailable, match="Connection refused"):
+        init({**ranks.told, "rank": 1, "timeout_s": 0.3}, client=None, source=source)
+
+
 def test_a_rank_of_a_run_before_gives_nothing_to_the_next_one(start_ranks: Callable[..., Ranks]) -> None:
     ranks = start_ranks()
     ranks.send()

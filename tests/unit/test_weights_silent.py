@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import until
 from vllm_stand_in import Client, Model, config, put_in_place, weights
 
-from transfer_queue.errors import DeadlineExceeded, InvalidInput
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters
-from transfer_queue.weights import StateDictSource
+from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.transport import registry
 
 SEND_S = 20.0
@@ -22,7 +24,7 @@ class Server(Client):
     """As a route or an `LLM` has it: with the label that vLLM keeps."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self._folder, self._kind = folder, kind
+        self._folder, self._kind, self.num_asked = folder, kind, 0
         self.restart()
 
     def restart(self) -> None:
@@ -39,7 +41,11 @@ class Server(Client):
         self.label = weight_version or self.label
 
     def get_weight_version(self) -> str:
+        self.num_asked += 1
         return self.label
+
+    def status(self) -> None:
+        raise NotSupported("vLLM has no such route")
 
     def update_weight_version(self, new_version: str) -> None:
         self.label = new_version
@@ -72,6 +78,26 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     made.server.weight_transfer_engine.shutdown()
     made.trainer.shutdown()
     vars(made).clear()  # the model's copies lie in mapped memory
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_servers_that_are_as_they_were_are_introduced_once(site: Site, is_silent: bool) -> None:
+    engine = registry.engine(site.kind)(Receiver(Swap(Model())))
+    client: Any = site.server if is_silent else Control(engine, engine.receiver)
+    told: list[Any] = []
+    meet = client.init_weight_transfer_engine
+
+    def noted(info: Any) -> None:
+        told.append(info)
+        meet(info)
+
+    client.init_weight_transfer_engine = noted
+    site.trainer.shutdown()
+    site.trainer = registry.trainer(site.kind).trainer_init({}, client=client, source=StateDictSource(site.given))
+    for value in (2.0, 3.0, 4.0):
+        site.send(value)
+    assert len(told) == 1
+    engine.shutdown()
 
 
 def test_a_server_that_was_started_anew_takes_the_next_version(site: Site) -> None:
@@ -147,6 +173,27 @@ def test_an_introduction_that_comes_late_ends_no_update_of_the_next_trainer(site
     site.trainer = new
     assert site.send(3.0).version == 1
     assert site.server.bias == 3.0
+
+
+def test_a_replica_that_was_started_anew_holds_up_nobody_and_has_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch)
+    servers = {name: Server(tmp_path, "tcp") for name in "ab"}
+    fleet = Fleet(servers, heartbeat_s=60.0, fence=None)
+    given = weights(2.0)
+    trainer = registry.trainer("tcp").trainer_init({}, client=fleet, source=StateDictSource(given))
+    trainer.send_weights(deadline_s=SEND_S)
+    until(lambda: servers["b"].num_asked == 2, "the last heartbeat for a minute")  # after the meeting, and the version
+    servers["b"].restart()
+    given["linear.bias"].fill_(3.0)
+    assert trainer.send_weights(deadline_s=SEND_S).update_s < SEND_S / 4
+    assert {name: one.bias for name, one in servers.items()} == {"a": 3.0, "b": 3.0}
+    assert fleet.ready() == ["a", "b"]
+    fleet.close()
+    for one in servers.values():
+        one.weight_transfer_engine.shutdown()
+    trainer.shutdown()
 
 
 def test_a_trainer_meets_servers_that_have_different_versions(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

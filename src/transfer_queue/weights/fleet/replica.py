@@ -221,6 +221,13 @@ class Replica:
             self.paused_by_us = publisher is not None and status.paused_by == publisher.run_id
         return Serving.of(status) if status.installed is not None else self._labelled(status.label)
 
+    def has_what_was_brought(self, deadline: Deadline) -> bool:
+        """Not where it was started anew: its silent workers, who were told of no trainer, would take an update and
+        report nothing. True where only a call would tell."""
+        if not self.silent or self.brought is None:
+            return True
+        return bool(self.call("get_weight_version", deadline=deadline) == self.brought.label)
+
     def _labelled(self, label: str) -> Serving:
         """A label says neither whose version that is, nor which adapters are there."""
         known = self.brought

@@ -89,7 +89,7 @@ class Round:
 
     def _start(self, one: Replica, deadline: Deadline) -> None:
         """A server that was started anew, or has an update open that somebody left, is met again first."""
-        if not one.met:
+        if not one.met or not one.has_what_was_brought(deadline):
             one.meet(self._publisher, deadline)
         try:
             one.call("start_weight_update", deadline=deadline)

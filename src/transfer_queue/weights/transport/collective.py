@@ -7,8 +7,11 @@ why. Every operation has a deadline; after a failed update the next version begi
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +43,8 @@ from transfer_queue.wire.address import Address, advertised, host_towards
 
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_making = threading.Lock()  # a group that has no watchdog
 
 
 class CollectiveTrainerInfo(TrainerInfo, kw_only=True):
@@ -67,7 +72,9 @@ class Group:
 
     def __init__(self, info: CollectiveInfo, device: torch.device, rank: int, store: Any, deadline: Deadline) -> None:
         self.device = device
-        self._works: deque[Any] = deque()  # in no local variable: an error's traceback would keep connections open
+        # Works, and how long each had as it began; in no local variable: a traceback would keep connections open.
+        self._works: deque[tuple[Any, float]] = deque()
+        self._counts_from_begin = info.backend == "nccl"  # the time that a work's `wait` is given
         timeout = timedelta(seconds=deadline.left("the rendezvous"))
         prefixed = dist.PrefixStore(f"round-{info.round}", store)
         try:
@@ -80,7 +87,8 @@ class Group:
             elif info.backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, info.world_size, options)
+                with _without_watchdog():
+                    self._group = dist.ProcessGroupNCCL(prefixed, rank, info.world_size, options)
             else:
                 raise InvalidInput(f"backend {info.backend!r}: gloo or nccl")
         except (RuntimeError, OSError) as error:
@@ -88,16 +96,19 @@ class Group:
 
     def begin(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Start to broadcast from rank 0; `end` waits for it."""
+        left_s = deadline.left("the broadcast")
         try:
-            self._works.append(self._live().broadcast(tensor, 0, timedelta(seconds=deadline.left("the broadcast"))))
+            self._works.append((self._live().broadcast(tensor, 0, timedelta(seconds=left_s)), left_s))
         except RuntimeError as error:
             raise _typed(error) from error
 
     def end(self, deadline: Deadline) -> None:
         """Wait for the broadcast that began first."""
         self._live()
+        left_s = deadline.left("the broadcast")
         try:
-            self._works[0].wait(timedelta(seconds=deadline.left("the broadcast")))
+            left_s = self._works[0][1] if self._counts_from_begin else left_s
+            self._works[0][0].wait(timedelta(seconds=left_s))
             self._works.popleft()
             synchronize(self.device)
         except (RuntimeError, IndexError) as error:
@@ -114,7 +125,7 @@ class Group:
 
     def close(self) -> None:
         """Break connections, so that whoever waits for us fails. Does not wait."""
-        held = [self._group, *self._works]
+        held = [self._group, *(work for work, _ in self._works)]
         self._group = None
         self._works.clear()
         if held[0] is not None:
@@ -126,6 +137,22 @@ def _discard(held: list[Any]) -> None:
     so it must not be the caller's."""
     held[0].abort()
     held.clear()
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """torch's watchdog ends the process when a collective over NCCL is late, or a peer is gone. A group whose waits
+    block has none: whoever waits is told. torch reads this once, as a group is made; no option of the group says it."""
+    with _making:
+        before = os.environ.get(BLOCKING_WAIT)
+        os.environ[BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[BLOCKING_WAIT]
+            else:
+                os.environ[BLOCKING_WAIT] = before
 
 
 def _typed(error: Exception) -> TransferQueueError:
@@ -153,6 +180,8 @@ class CollectiveTrainer(TrainerEngine):
         self._draft: Callable[[], Iterator[torch.Tensor]] | None = None  # gives the buckets that are to be sent
 
     def receivers_info(self) -> dict[str, Any]:
+        if self._store is None:
+            raise NotOpen("this trainer was shut down")
         return {
             "host": advertised(self.info.host), "port": self._store.port, "round": self._round, "rank_offset": 1,
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,

@@ -133,6 +133,8 @@ class DiskTrainer(TrainerEngine):
     def __init__(self, info: DiskTrainerInfo, client: Client, source: WeightSource) -> None:
         if info.anchor_every > 1:
             raise InvalidInput("versions on disk are full ones: other loaders could not read differences")
+        if not info.folder or info.keep < 1:
+            raise InvalidInput(f"{info.keep} versions to keep in folder {info.folder!r}")
         super().__init__(info, client, source)
         self.root = Path(info.folder)
         self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it

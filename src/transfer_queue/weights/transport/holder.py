@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from transfer_queue.errors import InvalidInput, StaleBase, TransferQueueError, error_from_code
+from transfer_queue.errors import InvalidInput, ServiceUnavailable, StaleBase, TransferQueueError, error_from_code
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
+from transfer_queue.weights.transport.group_meeting import FIRST_S, LONGEST_S
 from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
@@ -127,12 +129,25 @@ class Holder:
 
     @system_faults()
     def meet(self) -> None:
-        """Make sure that rank 0 is there."""
+        """Make sure that rank 0 is there. Where ranks are told its address, it may come after this one."""
+        end, pause_s = time.monotonic() + self.info.timeout_s, FIRST_S
         try:
-            self._link.meet(self.info.timeout_s)
+            while not self._has_met(end - time.monotonic()):
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_S)
         except BaseException:  # an interrupt must not leave the server
             self.shutdown()
             raise
+
+    def _has_met(self, left_s: float) -> bool:
+        """`ServiceUnavailable` once there is no time to try again."""
+        try:
+            self._link.meet(max(left_s, FIRST_S))
+            return True
+        except ServiceUnavailable:
+            if left_s <= LONGEST_S:
+                raise
+            return False
 
     def send_weights(self, version: int | None = None, *, deadline_s: float, full: bool = False) -> SyncReport:
         """This rank's part of the update that rank 0 leads, and its report. Every rank has to call it.

@@ -238,6 +238,8 @@ def _buckets(body: memoryview) -> list[int]:
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket and the address to tell others (`wire.address.advertised`); port 0 takes a free one."""
+    if not 0 <= port < 1 << 16:
+        raise InvalidInput(f"port {port}: there are 0 to 65535")
     sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
     return sock, str(Address(host=advertised(host), port=sock.getsockname()[1]))
 

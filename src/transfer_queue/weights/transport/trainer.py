@@ -121,7 +121,7 @@ class TrainerEngine(AdapterCalls):
         Returns once all have committed; raises what went wrong, at most 2 s after `deadline_s` (packing is not
         interrupted), and then none has unless `finish` itself failed: `version` may be sent again. Receivers without
         the base of a difference are sent a full version. One that was started anew is introduced again. Of several
-        servers behind a `WeightSyncClient`, those that do not answer do not keep the others: see `SyncReport.missed`.
+        servers of ours behind a `WeightSyncClient`, those that do not answer keep nobody: see `SyncReport.missed`.
         """
         deadline = Deadline(deadline_s)
         self._settle(deadline)
@@ -393,7 +393,7 @@ class TrainerEngine(AdapterCalls):
             self._label, self._estranged = label, True
             self._num_silent = self._count_silent(deadline)
         if self._estranged or self._late:
-            self._is_anew = self._num_silent > 0
+            self._is_anew = self._num_silent > 0 and self._can_join
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
@@ -404,7 +404,7 @@ class TrainerEngine(AdapterCalls):
         return TimedCall(silent_workers, self._client).result(deadline) if given is None else int(given)
 
     def _shown_label(self, deadline: Deadline) -> str:
-        return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else ""
+        return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else self._label
 
     def _pack(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         begun = time.monotonic()
