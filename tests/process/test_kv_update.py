@@ -459,3 +459,15 @@ def test_a_list_beside_tensors_stays_a_list(shared: tq.TransferQueueClient) -> N
     tq.kv_update("list", part, "f", [3], parser="append")
     assert tq.kv_batch_get("list", part)["f"].tolist() == [[1, 2, 3]]
     shared.clear_partition(part)
+
+
+def test_a_wrapped_value_is_what_it_wraps(shared: tq.TransferQueueClient) -> None:
+    part = "wrapped"
+    tq.kv_put("k", part, {"f": {"a": 1}})
+    tq.kv_update("k", part, "f", NonTensorData({"b": 2}), parser="merge")
+    tq.kv_update("k", part, {"f": NonTensorData({"c": 3})}, merge=lambda old, new: {**old, **new})
+    tq.kv_update("k", part, ["f"], {"f": NonTensorData({"d": 4})}, parser="merge")
+    meta = tq.get_client().kv_retrieve_meta("k", part)
+    shared.update(meta, ["f"], {"f": [NonTensorData({"e": 5})]}, lambda old, new: {**old, **new})
+    assert tq.kv_batch_get("k", part)["f"][0] == {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
+    shared.clear_partition(part)

@@ -143,26 +143,26 @@ def test_other_data_is_one_value_for_all_rows(part: str) -> None:
 def test_wrapped_data_without_a_batch_size_is_a_column_too(part: str, data: Any, beside: dict[str, Any]) -> None:
     tq.kv_batch_put(["0", "1", "2"], part, {"x": NonTensorData(data), **beside, "one": NonTensorData("abc")})
     td = tq.kv_batch_get(["2", "0", "1"], part)
-    assert td["x"].tolist() == [data[2], data[0], data[1]]
-    assert td["one"].tolist() == ["abc"] * 3
+    assert list(td["x"]) == [data[2], data[0], data[1]]
+    assert list(td["one"]) == ["abc"] * 3
 
 
 def test_wrapped_data_without_a_batch_size_is_spread_over_partitions(shared: tq.TransferQueueClient, part: str) -> None:
     metas = [shared.put({"t": torch.zeros(2)}, partition_id=p) for p in (part, part + "2")]
     both = tq.BatchMeta.concat(metas).select_samples([0, 2, 1, 3])
     shared.put({"x": NonTensorData(["a", "b", "c", "d"]), "one": NonTensorData("abcd")}, metadata=both)
-    assert shared.get_data(both)["x"].tolist() == ["a", "b", "c", "d"]
-    assert shared.get_data(both)["one"].tolist() == ["abcd"] * 4
+    assert list(shared.get_data(both)["x"]) == ["a", "b", "c", "d"]
+    assert list(shared.get_data(both)["one"]) == ["abcd"] * 4
     values = {"x": NonTensorData(["e", "f", "g", "h"]), "one": NonTensorData("wxyz")}
     shared.update(both, ["x", "one"], values=values, parser="replace")
-    assert shared.get_data(both)["x"].tolist() == ["e", "f", "g", "h"]
-    assert shared.get_data(both)["one"].tolist() == ["wxyz"] * 4
+    assert list(shared.get_data(both)["x"]) == ["e", "f", "g", "h"]
+    assert list(shared.get_data(both)["one"]) == ["wxyz"] * 4
 
 
 def test_a_parser_may_leave_one_value_for_all_rows(part: str) -> None:
     fields = {"x": torch.zeros(2), "one": NonTensorData("a")}
     tq.kv_batch_put(["0", "1"], part, fields, data_parser=lambda columns: columns)
-    assert tq.kv_batch_get(["0", "1"], part)["one"].tolist() == ["a", "a"]
+    assert list(tq.kv_batch_get(["0", "1"], part)["one"]) == ["a", "a"]
 
 
 def test_values_for_all_rows_alone_do_not_say_how_many_there_are(part: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import MemoryMappedTensor, TensorDict, tensorclass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -143,3 +144,35 @@ def test_a_nested_tensor_of_fake_ones(part: str) -> None:
         nested = torch.nested.nested_tensor_from_jagged(values, offsets)
     with pytest.raises(UnsupportedValue, match=r"'odd'.*FakeTensor"):
         tq.kv_batch_put(["a", "b"], part, {"odd": nested})
+
+
+def test_a_memory_mapped_tensor_is_a_tensor(part: str) -> None:
+    """What `TensorDict.memmap_` and `load_memmap` give."""
+    mapped = MemoryMappedTensor.from_tensor(torch.arange(6.0).view(2, 3))
+    for number, column in enumerate((mapped, [mapped[0], mapped[1]], TensorDict({"x": mapped}, [2]).memmap_()["x"])):
+        tq.kv_batch_put(["a", "b"], part, {f"x{number}": column, "cell": [{"t": mapped[0]}, mapped]})
+        tq.kv_put("c", part, {f"x{number}": mapped[1], "cell": None})
+        td = tq.kv_batch_get(["b", "a", "c"], part)
+        assert [row.tolist() for row in td[f"x{number}"].unbind()] == [mapped[n].tolist() for n in (1, 0, 1)]
+        assert torch.equal(td["cell"][0], mapped)
+        assert td["cell"][1]["t"].tolist() == mapped[0].tolist()
+        assert type(td["cell"][0]) is torch.Tensor
+
+
+def test_a_memory_mapped_column_shares_equal_rows(part: str) -> None:
+    mapped = MemoryMappedTensor.from_tensor(torch.ones(2, 20_000))
+    tq.kv_batch_put(["a", "b"], part, {"x": mapped}, dedupe=True)
+    assert tq.kv_batch_get(["a", "b"], part, dense=True)["x"].equal(torch.ones(2, 20_000))
+
+
+@tensorclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+def test_a_tensorclass_says_to_make_a_tensordict(part: str) -> None:
+    one = Sample(x=torch.ones(3), name="a", batch_size=[])
+    refused(part, one, re.escape(".to_tensordict()"), rows=False)
+    tq.kv_put("a", part, {"x": [one.to_tensordict()]})
+    assert tq.kv_batch_get("a", part)["x"][0][0]["name"] == "a"

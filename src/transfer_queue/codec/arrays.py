@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
 
 from transfer_queue.codec import images, lists
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
@@ -180,7 +180,7 @@ def _check_class(value: torch.Tensor) -> None:
         raise UnsupportedValue(f"a DTensor cannot be stored: {how}")
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedValue(f"a {name} has no memory of its own: put a plain tensor of its values")
-    if getattr(value, "__dict__", None):
+    if kind is not MemoryMappedTensor and getattr(value, "__dict__", None):  # its attributes say where it lies
         names = sorted(vars(value))[:4]
         raise UnsupportedValue(f"a {name} with attributes {names} would lose them: put .as_subclass(torch.Tensor)")
 

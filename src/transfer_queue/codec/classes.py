@@ -23,6 +23,7 @@ from transfer_queue.codec.exact import listed, of_type, pairs
 from transfer_queue.errors import ProtocolError, UnsupportedValue
 
 ENUM, FLAG, DATACLASS, NAMEDTUPLE = "e", "f", "d", "n"
+TENSORCLASS = "_is_tensorclass"  # how tensordict marks them
 MOST_MISSED = 1000  # classes that are remembered as missed, and warned of
 MAIN = ("__main__", "__mp_main__")  # a script, and the same script in a process that it spawned
 
@@ -39,6 +40,8 @@ def kind_of(cls: type) -> str | None:
         return ENUM
     if issubclass(cls, tuple):
         return NAMEDTUPLE if type(inspect.getattr_static(cls, "_fields", None)) is tuple else None
+    if inspect.getattr_static(cls, TENSORCLASS, False) is True:
+        return None  # its fields lie in a TensorDict
     if dataclasses.is_dataclass(cls) and all(base is object or base.__flags__ & HEAP_TYPE for base in cls.__mro__):
         return DATACLASS  # what a base written in C holds beside the fields, as a dict does, would be lost
     return None

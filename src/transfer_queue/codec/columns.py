@@ -14,7 +14,7 @@ def rows_of(column: Any, rows: int | None = None) -> list[Any]:
     """The values of a column, one for each row, each as it was put. `rows`: how many a NonTensorData without batch size
     is for, as a mapping may hold one."""
     if isinstance(column, torch.Tensor):
-        return list(column.unbind())
+        return list(column.unbind(0))  # memory-mapped ones of tensordict want the dimension
     if isinstance(column, (NonTensorStack, NonTensorData)):
         return _values(column, rows)
     return list(column.unbind(0)) if isinstance(column, TensorDictBase) else list(column)

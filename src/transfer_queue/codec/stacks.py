@@ -39,11 +39,11 @@ def members(values: Sequence[Any]) -> list[NonTensorData]:
     """What `NonTensorData(value)` gives for each; releases of tensordict that make scalars quickly make all quickly."""
     found: list[Any] = NonTensorStack(*[None] * len(values)).tensordicts
     for member, value in zip(found, values, strict=True):
-        member._non_tensordict["data"] = _plain(value)
+        member._non_tensordict["data"] = unwrapped(value)
     return found
 
 
-def _plain(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """A stack inside a value is the list of its values, and a wrapped value is the value, as NonTensorData has them."""
     if type(value) is NonTensorStack:
         return value.tolist()

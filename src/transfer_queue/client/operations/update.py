@@ -28,6 +28,7 @@ from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
 from transfer_queue.codec.rows import row_numbers
+from transfer_queue.codec.stacks import unwrapped
 from transfer_queue.errors import (
     BatchMismatch,
     CellsChanged,
@@ -248,21 +249,21 @@ def _new_values(fields: Any, values: Any) -> tuple[Columns, bool]:
             raise InvalidInput("fields has the values already")
         if not fields or not set(map(type, fields)) <= {str}:
             raise UnsupportedValue("fields is a dict with at least one field, whose names are strings")
-        return {name: [value] for name, value in exchanged(fields).items()}, True
+        return {name: [unwrapped(value)] for name, value in exchanged(fields).items()}, True
     if isinstance(fields, list) and not fields:
         raise UnsupportedValue("fields is empty")
     names = _names(fields)
     if values is None:
         raise InvalidInput("an update requires values")
     if isinstance(fields, str):
-        return {fields: [exchanged({fields: values})[fields]]}, False
+        return {fields: [unwrapped(exchanged({fields: values})[fields])]}, False
     given = _row_of(values) if isinstance(values, TensorDictBase) else values
     if not isinstance(given, Mapping) or set(given) != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
     if isinstance(values, TensorDictBase):
         return {name: given[name] for name in names}, False
     known = exchanged(given)
-    return {name: [known[name]] for name in names}, False
+    return {name: [unwrapped(known[name])] for name in names}, False
 
 
 def _row_of(batch: TensorDictBase) -> Columns:
@@ -289,7 +290,7 @@ def update(
     if not len(ops.checked_meta(metadata)) or ops.num_rows(values) != len(metadata):
         raise BatchMismatch(f"{ops.num_rows(values)} rows of values for {len(metadata)} rows of metadata")
     batch = values if isinstance(values, TensorDictBase) else exchanged(values)
-    columns = {name: rows_of(_as_put(column), len(metadata)) for name, column in items_of(batch)}
+    columns = {name: [*map(unwrapped, rows_of(_as_put(one), len(metadata)))] for name, one in items_of(batch)}
     if columns.keys() != set(names):
         raise InvalidInput(f"values must have the same columns as fields: {names}")
     updates = []
