@@ -296,6 +296,8 @@ def _directory(value: Any, name: str) -> str | None:
         raise ConfigError(f"{name}: expected a directory, got {value!r}")
     if value is not None and not value.strip():
         raise ConfigError(f"{name}: an empty path; null is none")
+    if value is not None and "://" in value:  # it would be a directory of that name, below the current one
+        raise ConfigError(f"{name}: {value!r} is a URL, expected a directory of this host (docs/durability.md)")
     return None if value is None else os.path.abspath(os.path.expanduser(value))
 
 

@@ -70,9 +70,6 @@ def plain(controller: Controller) -> dict[str, Any]:
     del found["lineage"]
     for table in found["tables"]:
         table["returned"] = {name: sorted(one) for name, one in table["returned"].items()}
-    for pool in found["pools"].values():  # whoever is loaded begins above all numbers that were used
-        for name in ("first_attempt", "next_attempt"):
-            pool[name] = max(pool[name], found["used_numbers"]["attempts"])
     found["tables"] = {table["name"]: table for table in found["tables"]}
     return {**found, "blocks": blocks}
 

@@ -235,6 +235,8 @@ class Simulation:
             self._tell()
         elif choose() < 0.04:
             self._move()
+        elif choose() < 0.02:
+            self._lose()
         else:
             self._ask()
 
@@ -290,6 +292,13 @@ class Simulation:
         if not controller.relocate(number, target.number, found[0]):
             unit.drop(target.number)
         self.service.apply_outcomes()
+
+    def _lose(self) -> None:
+        """A block is gone, as one of an engine."""
+        numbers = sorted(self._machine.block_index.entries)
+        if numbers:
+            self._machine.lose_blocks([self._random.choice(numbers)])
+            self.service.apply_outcomes()
 
     def _ask(self) -> None:
         session = self._session()

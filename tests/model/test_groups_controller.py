@@ -503,6 +503,25 @@ def test_an_attempt_of_before_a_load_is_not_taken_for_one_of_after_it() -> None:
         box.finish("x", 0, 0)
 
 
+def test_attempts_of_a_journal_have_the_numbers_that_they_had() -> None:
+    box = GroupBox(ledger=(ledger := Ledger()))
+    box.ask(m.OpenPool, READY, None, partition="q")
+    box.open("old", partition="q")
+    box.claim(partition="q")
+    box.ask(m.RemovePool, True, partition="q")  # its number 0 is used, and there is a pool that begins with it
+    box.open("x", 2)
+    saved = exported(box.controller.state)
+    ledger.take()
+    assert box.claim() == [("x", 0, 0), ("x", 1, 0)]
+    rows = box.finish("x", 0), indexes(box.put_results(("x", 1, 0, 1)))
+    heir = Recovery(GroupBox(None, Ledger()).controller, *saved, 0)
+    for fact in ledger.take():
+        heir.apply(fact)
+    heir.finish()
+    box.controller = heir._controller
+    assert indexes(box.select().rows) == [*rows[0], *rows[1]]
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -118,6 +118,20 @@ def test_a_server_that_is_killed_loses_no_row_and_its_clients_go_on(any_site: Si
     until(lambda: not site.names(), "the deletion of all blocks, those of before the kills as well")
 
 
+def test_a_place_below_the_directory_of_the_server_is_the_same_for_clients_elsewhere(
+    site: Site, start_host: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(site.files.parent)
+    settings = {**site.settings(), "engine_settings": {"url": site.files.name}}
+    host = site.host = start_host(**settings, durability="process")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    meta = put(host, 1.0)
+    kill(host.client.stats()["pid"])
+    assert found(host, meta) == [1.0, 1.0]
+    assert len(site.names()) == 1
+
+
 def test_a_put_that_is_amid_its_writing_when_the_server_is_killed_is_carried_out(site: Site, start_host: Start) -> None:
     host = site.host = start_host(**site.settings(), durability="process")
     standby_of(host.client)

@@ -346,6 +346,8 @@ def test_a_person_looks_at_a_step_and_saves_it(client: tq.TransferQueueClient, t
     assert "verified" in later.stderr
     wrong = command("replay", "2", "--task", "actor", "--from", saved)
     assert (wrong.returncode, "has step 1" in wrong.stderr) == (1, True)
+    both = command("replay", "1", "--task", "actor", "--from", saved, "--save", f"{saved}-again")
+    assert (both.returncode, "copy that directory" in both.stderr) == (1, True)
     shutil.rmtree(saved)
     missing = command("replay", "1", "--task", "actor", "--from", saved)
     assert "no such directory" in missing.stderr

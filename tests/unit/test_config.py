@@ -151,6 +151,10 @@ def test_disk_offload_of_the_other_package_is_spilling(tmp_path: Path) -> None:
     config = started_with({"backend": {"SimpleStorage": {"ssd_offload": offload, "spill_nbytes": 1 << 20}}})
     assert (config.spill_dir, config.spill_nbytes) == (str(tmp_path), 1 << 20)
     assert started_with({}).spill_dir is None
+    urls = {"server": {"journal_dir": "s3://bucket/tq"}}, {"backend": {"SimpleStorage": {"spill_dir": "file:///x"}}}
+    for place in urls:
+        with pytest.raises(ConfigError, match="is a URL, expected a directory of this host"):
+            started_with(place)
     for wrong in ({"enabled": True}, {"enabled": "yes", "path": str(tmp_path)}):
         with pytest.raises(ConfigError, match="ssd_offload"):
             started_with({"backend": {"SimpleStorage": {"ssd_offload": wrong}}})

@@ -56,6 +56,8 @@ def replay(
 
     Batches, rows in order, keys, versions of the weights.
     """
+    if source is not None and save is not None:
+        raise InvalidInput("--save writes a step of a running service; --from has one already: copy that directory")
     found = _taken(step, task, save, address) if source is None else _saved(source, step, task)
     _remark(sum(row.retagged for row in found), "have tags that changed since they were taken")
     rows = [

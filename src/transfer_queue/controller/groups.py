@@ -573,9 +573,9 @@ class GroupPools:
         self._holdings.clear()
         self.consumed_at.clear()
         self.pools = pools
-        self.used.retire(used.tickets, used.attempts)
-        for pool in pools.values():
+        for pool in pools.values():  # not above what was used in the saved state: a journal goes on with its numbers
             pool.number_attempts(self.used.attempts)
+        self.used.retire(used.tickets, used.attempts)
         self._refuse_waiting("is not in the checkpoint")
 
     def forget_holders(self) -> None:

@@ -33,6 +33,11 @@ class FileSystem:
             raise ConfigError(f"{url!r} cannot be opened: {error}") from error
         self._is_disk = isinstance(self.files, LocalFileSystem)
 
+    @property
+    def absolute_url(self) -> str:
+        """The same for every process, whatever its current directory is."""
+        return f"file://{self.root}" if self._is_disk else self.url
+
     def names(self, path: str) -> list[str]:
         """What lies there, without folders before it; nothing where there is no such folder."""
         self.files.invalidate_cache()

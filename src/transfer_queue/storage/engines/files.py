@@ -39,12 +39,11 @@ class Files(StorageEngine):
             raise ConfigError(
                 "backend.Files.url: expected where the files go, as file:///mnt/shared/tq or s3://bucket/tq"
             )
-        self._url = url
         try:
             found = FileSystem(url)
         except ConfigError as error:
             raise ConfigError(f"backend.Files.url: {error}") from error
-        self._system, self._files, self._root = found, found.files, found.root
+        self._system, self._files, self._root, self._url = found, found.files, found.root, found.absolute_url
         self._is_durable = bool(settings.get("durable"))
         self._place = str(settings.get("place", ""))
         if serves:
