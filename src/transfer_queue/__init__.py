@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from transfer_queue.interface import load_checkpoint as load_checkpoint
     from transfer_queue.interface import load_data_by_key as load_data_by_key
     from transfer_queue.interface import open_partition as open_partition
+    from transfer_queue.interface import overview_table as overview_table
     from transfer_queue.interface import read_row_index as read_row_index
     from transfer_queue.interface import save_checkpoint as save_checkpoint
     from transfer_queue.interface import save_step as save_step
@@ -135,6 +136,7 @@ _HOMES = {
         "save_checkpoint", "load_checkpoint", "set_weight_version", "async_set_weight_version", "admit", "async_admit",
         "give_back", "async_give_back", "group_pool", "open_partition", "async_open_partition", "finish_partition",
         "async_finish_partition", "series_status", "async_series_status", "table", "sql", "export_table",
+        "overview_table",
     ),
     "transfer_queue.groups": ("GroupPolicy",),
     "transfer_queue.client.client": ("TransferQueueClient",),

@@ -530,6 +530,19 @@ def sql(query: str) -> Any:
     return result_of(_session(), query)
 
 
+def overview_table(what: str) -> Any:
+    """What `client.overview()` lists, as a table of pyarrow, which pandas, polars and DuckDB read: "partitions",
+    "fields", "tasks", "waits", "leases", "sessions", "sources" (of groups) or "replicas" (docs/tables.md).
+
+    Sessions are hexadecimal. At most 16,384 waits and leases. Needs the extra `arrow`. Raises `InvalidInput` for
+    another `what`, `NotSupported` where pyarrow is not installed, `NotInitialized`.
+    """
+    extras.require("arrow", "a table")
+    from transfer_queue.tables.overview_table import overview_table as table_of
+
+    return table_of(_session(), what)
+
+
 def export_table(
     partition_id: str,
     target: str | os.PathLike[str],

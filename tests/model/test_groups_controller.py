@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -619,7 +620,8 @@ def test_who_works_on_siblings_is_told_until_the_attempt_is_over() -> None:
     box.claim(1, session=b"two")
     found = box.ask(m.DescribePool).values
     assert found["running"] == 3
-    assert found["workers"] == [{"session": b"one", "attempts": 2}, {"session": b"two", "attempts": 1}]
+    assert found["workers"] == [{"session": b"one".hex(), "attempts": 2}, {"session": b"two".hex(), "attempts": 1}]
+    json.dumps(found)
     box.finish("x", 0)
     box.ask(m.FailSlots, [m.Attempt("x", 2, 0)], "infra")
     box.open("y", 1)
@@ -628,4 +630,4 @@ def test_who_works_on_siblings_is_told_until_the_attempt_is_over() -> None:
     }  # fmt: skip
     with pytest.raises(DeadlineExceeded, match="the oldest open group is 'x': 1 of 3 slots done, 1 running"):
         box.select(1)
-    assert box.ask(m.DescribePool).values["workers"] == [{"session": b"one", "attempts": 1}]
+    assert box.ask(m.DescribePool).values["workers"] == [{"session": b"one".hex(), "attempts": 1}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -345,3 +346,33 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
         tq.table("any")
     with pytest.raises(NotSupported, match=r"transfer-queue\[sql\]"):
         tq.sql("select 1")
+
+
+def test_what_an_overview_lists_is_a_table(shared: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["a", "b", "c"], "seen", {"x": torch.zeros(3, 2), "s": ["a", "b", "c"]})
+    shared.set_partition("seen", metadata={"epoch": float("nan")})
+    held = shared.get_meta(["x"], 1, "seen", task_name="actor", lease_s=60.0)
+    pool = tq.group_pool("seen", tq.GroupPolicy())
+    pool.open("g", 2, source="math")
+    names = ["partitions", "fields", "tasks", "waits", "leases", "sessions", "sources", "replicas"]
+    found = {name: tq.overview_table(name) for name in names}
+    tasks = polars.DataFrame(found["tasks"])
+    (task,) = tasks.filter((tasks["partition"] == "seen") & (tasks["task"] == "actor")).to_dicts()
+    assert (task["ready"], task["leased"], task["consumed"], task["max_age"]) == (2, 1, 0, None)
+    leases, sessions = found["leases"], found["sessions"]
+    joined = "select pid, rows from leases, sessions where list_contains(holders, session) and partition = 'seen'"
+    assert duckdb.sql(joined).fetchall() == [(os.getpid(), 1)]
+    assert sessions.num_rows == leases.num_rows == 1
+    fields = [(one["field"], one["shape"], one["written"]) for one in found["fields"].to_pylist()]
+    assert {("x", (2,), 3), ("s", (), 3)} <= {(name, tuple(shape), written) for name, shape, written in fields}
+    assert [one["opened"] for one in found["sources"].to_pylist() if one["source"] == "math"] == [1]
+    (about,) = [one for one in found["partitions"].to_pylist() if one["partition"] == "seen"]
+    assert (about["rows"], about["metadata"]) == (3, '{"epoch": null}')
+    assert all(pa.table(one).schema.names for one in found.values())
+    pool.remove(discard=True)
+    shared.ack(held)
+
+
+def test_an_overview_lists_what_it_lists() -> None:
+    with pytest.raises(InvalidInput, match=r"expected one of partitions, fields, tasks.*the nearest is 'tasks'"):
+        tq.overview_table("task")

@@ -99,7 +99,9 @@ def test_groups_are_followed_to_the_ack_of_their_lease(folder: Path, client: tq.
     pool.finish_batch([one.result(tokens=2) for one in pool.claim(max_slots=2)], {"tokens": torch.zeros(2, 2)})
     pool.ack(pool.select(min_groups=1))
     single, batch = ["finish", "select", "ack"], ["finish_batch", "select", "ack"]
-    assert joined(folder).ways() == {"row 0": single, "row 1": single, "row 2": batch, "row 3": batch}
+    found = joined(folder)
+    assert found.ways() == {"row 0": single, "row 1": single, "row 2": batch, "row 3": batch}
+    assert all(one["args"]["lease"] > 0 for one in found.named("select"))  # as `tq leases` shows it
 
 
 def test_a_wait_is_seen_with_how_long_it_was(folder: Path, client: tq.TransferQueueClient, child: Start) -> None:

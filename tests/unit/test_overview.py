@@ -261,6 +261,27 @@ def test_a_row_tells_what_became_of_it() -> None:
     assert found.events[2].session == b"consumer"
 
 
+def test_the_rows_of_a_batch_of_results_tell_each_its_own() -> None:
+    box = Box()
+    box.handle(m.OpenPool(1, "p", GroupPolicy(), None))
+    for name in "gh":
+        box.handle(m.OpenGroup(2, "p", name, 1, 1, "", {}, None, None, False))
+    slots = box.handle(m.ClaimSlots(3, "p", 2, None, 0.0)).slots
+    rows = indexes(box.put(3, ["x"]))
+    counts = [2, 1]
+    results = [
+        m.FinishedSlot(one.group, one.slot, one.attempt, 1.0, None, None, 5, {}, count=count)
+        for one, count in zip(slots, counts, strict=True)
+    ]
+    box.handle(m.FinishSlots(4, "p", results, packed(rows)))
+    box.handle(m.SelectGroups(5, "p", 2, 2, None, 9.0, 0.0))
+    assert len(box.controller.state.recent._events) == 3  # written, finished, selected
+    for made, group in zip(rows, "ggh", strict=True):
+        assert [(one.what, one.detail) for one in row(box, made).events[1:]] == [
+            ("finished", f"slot 0 of group '{group}', attempt 0"), ("selected", f"group '{group}'"),
+        ]  # fmt: skip
+
+
 def test_a_row_that_is_too_old_for_a_task_was_not_consumed_by_it() -> None:
     box = Box()
     used, old = box.made_by(3, 2, fields=["x"])

@@ -185,7 +185,9 @@ def groups(address: Address = None, as_json: AsJson = False) -> None:
         print_table(("pool", "source", *fields, "starved"), lines)
     whose = names_of(seen)
     workers = [
-        (name, whose(one["session"]), one["attempts"]) for name, pool in seen.groups.items() for one in pool["workers"]
+        (name, whose(bytes.fromhex(one["session"])), one["attempts"])
+        for name, pool in seen.groups.items()
+        for one in pool["workers"]
     ]
     if workers:
         print_table(("pool", "worked on by", "attempts"), workers)

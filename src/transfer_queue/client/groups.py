@@ -395,7 +395,7 @@ class GroupOperations:
 
     def status(self) -> Operation[dict[str, Any]]:
         """Groups by state, the version, who waits, how many attempts are `running` and which sessions make them
-        (`workers`: by the `session` of an overview), the open group that came first with its slots by state
+        (`workers`: `session` in hexadecimal), the open group that came first with its slots by state
         (`oldest_open`), and for each source the totals of `SourceCounters` with
         `starved_s`, the seconds since one of its groups was consumed, or else since its first one was opened (None:
         neither, in this life of the service)."""

@@ -68,6 +68,6 @@ class SessionHoldings:
 
 
 def workers(holdings: Mapping[bytes, SessionHoldings], partition: str, pool: PoolCore) -> list[dict[str, Any]]:
-    """The sessions that work on siblings, and on how many each."""
+    """The sessions (in hexadecimal, as a status may be written as JSON) that work on siblings, and on how many each."""
     counts = ((session, held.num_running(partition, pool)) for session, held in holdings.items())
-    return [{"session": session, "attempts": count} for session, count in counts if count]
+    return [{"session": session.hex(), "attempts": count} for session, count in counts if count]

@@ -104,26 +104,26 @@ def tell_rows(
     recent: RecentEvents, now: float, what: str, lease: GroupLease, names: Iterable[str], pool: PoolCore
 ) -> None:
     """What became of rows of groups of a lease, for who looks at one of them. Of "selected" ones some are withheld."""
-    for name in names:
-        group = pool.groups.get(name)
-        if group is None:
-            continue
+    kept, withheld = list[tuple[str, list[int]]](), list[tuple[str, list[int]]]()
+    for group in [pool.groups[name] for name in names if name in pool.groups]:
         held = pool.withheld(group) if what == "selected" else []
-        for said, is_held in ((what, False), ("withheld", True)):
-            rows = [
-                row for number, slot in enumerate(group.slots)
-                if slot.result is not None and (number in held) == is_held for row in slot.result.rows
-            ]  # fmt: skip
-            recent.judged(now, said, lease.session, lease.partition, name, rows)
+        for number, slot in enumerate(group.slots):
+            if slot.result is not None:
+                (withheld if number in held else kept).append((group.name, slot.result.rows))
+    recent.judged(now, what, lease.session, lease.partition, kept)
+    recent.judged(now, "withheld", lease.session, lease.partition, withheld)
 
 
 def finished_rows(recent: RecentEvents, now: float, session: bytes, message: m.FinishSlots, pool: PoolCore) -> None:
     """Rows that were there before are results of attempts now, as far as they are wanted."""
+    found, rows = list[m.FinishedSlot](), list[int]()
     for one in message.finished:
         group = pool.groups.get(one.group)
-        result = None if group is None else group.slots[one.slot].result
-        if group is not None and result is not None and group.slots[one.slot].attempts == one.attempt + 1:
-            recent.finished(now, session, message.partition, [one], np.array(result.rows, np.int64))
+        slot = None if group is None else group.slots[one.slot]
+        if slot is not None and slot.result is not None and slot.attempts == one.attempt + 1:
+            found.append(one)
+            rows += slot.result.rows
+    recent.finished(now, session, message.partition, found, np.array(rows, np.int64))
 
 
 def has_fields(table: Table | None, fields: Sequence[str], group: SiblingGroup) -> bool:

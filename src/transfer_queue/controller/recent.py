@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ MARK_EVERY_S, MAX_MARKS = 0.1, 8192
 
 
 class Happened(NamedTuple):
-    """`rows`: global indexes. `detail`: names of fields, or why rows came back."""
+    """`rows`: global indexes. `detail`: names of fields, or why rows came back. `runs`: where it differs, one for the
+    next so many rows each, in turn."""
 
     at: float
     what: str
@@ -29,6 +31,7 @@ class Happened(NamedTuple):
     session: bytes
     task: str
     detail: tuple[str, ...]
+    runs: tuple[tuple[str, int], ...] = ()
 
 
 class RecentEvents:
@@ -56,17 +59,30 @@ class RecentEvents:
         self, at: float, session: bytes, partition: str, results: Sequence[m.FinishedSlot], rows: NDArray[np.int64]
     ) -> None:
         """Attempts have these results, and the rows in turn."""
-        stop = 0
-        for one in results:
-            start, stop = stop, stop + one.count
-            what = f"slot {one.slot} of group {one.group!r}, attempt {one.attempt}"
-            self.note(Happened(at, "finished", partition, rows[start:stop], session, "", (what,)))
+        runs = [(f"slot {one.slot} of group {one.group!r}, attempt {one.attempt}", one.count) for one in results]
+        self._note_runs(at, "finished", session, partition, rows, runs)
 
-    def judged(self, at: float, what: str, session: bytes, partition: str, group: str, rows: Sequence[int]) -> None:
-        """This became of rows as those of a group; nothing is noted while that is only recovered."""
-        if rows and at > NO_TIME:
-            told = (f"group {group!r}",)
-            self.note(Happened(at, what, partition, np.array(rows, np.int64), session, "", told))
+    def judged(
+        self, at: float, what: str, session: bytes, partition: str, groups: Sequence[tuple[str, Sequence[int]]]
+    ) -> None:
+        """This became of rows, as those of groups; nothing is noted while that is only recovered."""
+        if at > NO_TIME:
+            runs = [(f"group {name!r}", len(rows)) for name, rows in groups]
+            all_rows = np.array([row for _, rows in groups for row in rows], np.int64)
+            self._note_runs(at, what, session, partition, all_rows, runs)
+
+    def _note_runs(
+        self,
+        at: float,
+        what: str,
+        session: bytes,
+        partition: str,
+        rows: NDArray[np.int64],
+        runs: Sequence[tuple[str, int]],
+    ) -> None:
+        """One event for all of these rows: otherwise those of large batches would leave no room for others."""
+        if len(rows):
+            self.note(Happened(at, what, partition, rows, session, "", (), tuple(runs)))
 
     def took(self, at: float, session: bytes, message: m.Fetch, rows: bytes) -> None:
         """A task has these rows."""
@@ -81,7 +97,15 @@ class RecentEvents:
 
     def of_row(self, partition: str, row: int) -> list[Happened]:
         """Oldest first."""
-        return [one for one in self._events if one.partition == partition and bool((one.rows == row).any())]
+        found = ((one, np.flatnonzero(one.rows == row)) for one in self._events if one.partition == partition)
+        return [_of_place(one, int(places[0])) for one, places in found if len(places)]
+
+
+def _of_place(event: Happened, place: int) -> Happened:
+    """As it is of the row at this place."""
+    ends = itertools.accumulate(count for _, count in event.runs)
+    found = next((text for (text, _), end in zip(event.runs, ends, strict=True) if place < end), None)
+    return event if found is None else event._replace(detail=(found,))
 
 
 class Arrivals:

@@ -12,6 +12,7 @@ tag_columns        tags as columns
 texts              values that are no numbers, as text to look at
 partition_table    a partition as a table
 queries            SQL over partitions
+overview_table     what an overview of the service lists, as tables
 export             a table as Parquet, or as a dataset of Hugging Face
 written_behind     a file that a thread writes, for exports
 

@@ -141,7 +141,7 @@ def _args(span: TraceSpan) -> dict[str, Any]:
     shown = [str(first) if number == 1 else f"{first}-{first + number - 1}" for first, number in runs[:SHOWN_RUNS]]
     told = {
         "partition": span.partition, "task": span.task, "version": span.version, "error": span.error,
-        "rows": span.num_rows, "bytes": span.nbytes, "waited_ms": span.waited_ns / 1e6, "lease": span.lease,
+        "rows": span.num_rows, "bytes": span.nbytes, "waited_ms": span.waited_ns / 1e6, "lease": abs(span.lease),
         "global_indexes": ", ".join([*shown, "..."] if len(runs) > SHOWN_RUNS else shown),
         "keys": list(span.keys)[:SHOWN_KEYS], "service": span.service,
     }  # fmt: skip
