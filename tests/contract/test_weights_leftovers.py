@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import until
-from fleets import Server, Source
+from fleets import Server, Source, expected
 from weights import Net, drawn, full, lora, receiver_of, root
 
 from transfer_queue.errors import (
@@ -94,6 +94,26 @@ def test_a_server_that_began_anew_is_sent_its_adapters(anchor_every: int) -> Non
     assert two.send(2).missed == {}
     assert two.one.has == two.other.has == (2, ["math"])
     two.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_the_only_server_of_a_client_that_began_anew_is_sent_what_it_lacks(kind: str) -> None:
+    server, source = Server(kind), Source()
+    source.seed = 1
+    trainer = registry.trainer(kind).trainer_init({}, client=server, source=source)
+    adapter = StateDictSource(lora(1))
+    trainer.send_weights(deadline_s=20)
+    trainer.send_adapter("free", adapter, {"r": 2}, for_base=False, deadline_s=20)
+    server.restart()
+    source.seed = 2
+    trainer.send_weights(deadline_s=20)
+    assert set(server.receiver.installed().adapters) == {"free"}
+    server.restart()
+    trainer.send_adapter("bound", adapter, {"r": 2}, deadline_s=20)
+    assert set(server.receiver.installed().adapters) == {"bound", "free"}
+    assert server.root() == expected(2)
+    server.stop()
+    trainer.shutdown()
 
 
 def test_a_commit_that_a_server_refused_is_missed() -> None:

@@ -89,7 +89,7 @@ class TrainerEngine(AdapterCalls):
         self._num_silent = 0
         self._label = ""  # of silent servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off, or not know this run
-        self._is_anew = False  # a silent server may lack what the others have
+        self._is_anew = False  # a server that is not called by name may lack what the others have
         self._lacking: set[str] = set()  # servers of a plain client that missed something
         self._late: list[TimedCall[object]] = []  # calls to the client since the last update, which may not have ended
 
@@ -228,11 +228,11 @@ class TrainerEngine(AdapterCalls):
             self._give(newest, self._base.anchor.buckets)
             self._decide(newest)
             self._newest[""] = newest
-        return [self.update_info(one, deadline) for one in (newest, *self._adapters_for(newest))]
+        return [self.update_info(newest, deadline), *self._adapter_infos(newest, deadline)]
 
-    def _adapters_for(self, newest: Manifest) -> list[Manifest]:
+    def _adapter_infos(self, newest: Manifest, deadline: Deadline) -> list[dict[str, Any]]:
         adapters = [one for label, one in self._newest.items() if label and one.tensors]
-        return [one for one in adapters if one.base_root in (None, newest.root)]
+        return [self.update_info(one, deadline) for one in adapters if one.base_root in (None, newest.root)]
 
     def join(self, client: Client, *, deadline_s: float) -> int:
         """Bring the newest version, and its adapters, to one server that comes late; the number. `VersionGone` before
@@ -393,7 +393,7 @@ class TrainerEngine(AdapterCalls):
             self._label, self._estranged = label, True
             self._num_silent = self._count_silent(deadline)
         if self._estranged or self._late:
-            self._is_anew = self._num_silent > 0 and self._can_join
+            self._is_anew |= self._num_silent > 0 and self._can_join
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
@@ -425,8 +425,7 @@ class TrainerEngine(AdapterCalls):
 
     def _deliver(self, draft: PendingVersion, manifest: Manifest, deadline: Deadline) -> SyncReport:
         """Have every receiver fetch, verify and commit it."""
-        times = [time.monotonic()]
-        number = draft.version
+        times, number = [time.monotonic()], draft.version
         earlier, self._base = self._base, (self._base if draft.adapter else None)  # until all have it
         is_open: bool | None = None  # at the receivers; None when only they know
         try:
@@ -477,14 +476,14 @@ class TrainerEngine(AdapterCalls):
     def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
-        if self._is_anew and draft.adapter is not None and "" in self._newest:
-            self._bring(self._client, "", self._num_silent, self._infos(deadline), deadline)
-            self._label, self._is_anew = str(self._newest[""].version), False
+        self._bring_lost(draft, deadline)
         try:
             self._ask(self._client.start_weight_update, deadline)
         except (NotInitialized, UpdateInProgress):
             if not isinstance(self._client, Partial):
                 self._meet(deadline)
+                self._is_anew = self._can_join and not isinstance(self._client, Follower)
+                self._bring_lost(draft, deadline)
                 self._ask(self._client.start_weight_update, deadline)
                 return []
             unmet = self._client.unmet()
@@ -504,6 +503,12 @@ class TrainerEngine(AdapterCalls):
         self._lacking |= set(found)  # until an update has brought them what they lack
         return found
 
+    def _bring_lost(self, draft: PendingVersion, deadline: Deadline) -> None:
+        """An adapter is for servers that have the rest."""
+        if self._is_anew and draft.adapter is not None and "" in self._newest:
+            self._bring(self._client, "", self._num_silent, self._infos(deadline), deadline)
+            self._label, self._is_anew = str(self._newest[""].version), False
+
     def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
         """Whether that server takes part in this update again."""
         one = client.member(name)
@@ -521,22 +526,17 @@ class TrainerEngine(AdapterCalls):
 
     def _bring_adapters(self, names: list[str], newest: Manifest, deadline: Deadline) -> None:
         """Servers that lost what they had, or missed it, have the new weights now, and no adapters."""
-        wanted = self._adapters_for(newest)
-        if self._is_anew and wanted:
-            try:
-                infos = [self.update_info(one, deadline) for one in wanted]
-                self._bring(self._client, "", self._num_silent, infos, deadline)
-            except TransferQueueError as error:
-                log.warning("a server that was started anew lacks adapters until the next version: %s", error)
-                self._estranged = True
-                return
-        self._is_anew = False
-        if not names or not isinstance(self._client, Partial):
-            return
+        try:
+            if self._is_anew:
+                self._bring(self._client, "", self._num_silent, self._adapter_infos(newest, deadline), deadline)
+            self._is_anew = False
+        except TransferQueueError as error:
+            log.warning("a server that was started anew lacks adapters until the next version: %s", error)
+            self._estranged = True
         for name in names:
+            assert isinstance(self._client, Partial)
             try:
-                infos = [self.update_info(one, deadline) for one in wanted]
-                self._bring(self._client.member(name), "", 0, infos, deadline)
+                self._bring(self._client.member(name), "", 0, self._adapter_infos(newest, deadline), deadline)
             except TransferQueueError as error:
                 self._client.leave_out(name, error)
 
