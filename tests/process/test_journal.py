@@ -248,8 +248,6 @@ def test_a_journal_is_as_long_as_what_is_alive(machine: Machine) -> None:
     assert machine.reboot().client.stats()["rows"] < 3
 
 
-
-
 def test_rows_that_waited_for_room_come_back(start_host: Start, tmp_path: Path) -> None:
     machine = Machine(lambda **more: start_host(max_rows=8, **more), tmp_path / "journal")
     client = machine.host.client
