@@ -264,6 +264,12 @@ def test_a_commit_that_fails_gives_its_memory_back(service: Service) -> None:
     until(lambda: used(client) < 1000, "the return of the memory")
 
 
+@pytest.mark.parametrize("specs", [None, {"x": 5}, {"x": ((2, 3),)}, {"x": (5, "float32")}, {1: ((2,), "float32")}])
+def test_what_is_no_shape_and_dtype_is_refused(shared: tq.TransferQueueClient, specs: Any) -> None:
+    with pytest.raises(InvalidInput, match="specs: expected field names"):
+        shared.allocate(specs)
+
+
 def test_a_time_out_that_is_no_number_is_refused(service: Service) -> None:
     client = service()
     for ask in (

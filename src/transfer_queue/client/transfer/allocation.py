@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ Specs = Mapping[str, tuple[Sequence[int], torch.dtype | str]]
 
 def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operation[Allocation]:
     """Room for dense fields, each given as (shape with the rows first, dtype). See `TransferQueueClient.allocate`."""
-    plan = plan_empty({name: (tuple(shape), dtype) for name, (shape, dtype) in specs.items()})
+    plan = plan_empty(_checked(specs))
     wait_s = session.timeout_s if timeout_s is None else timeout_s
     nbytes = max(1, plan.nbytes)
     if not session.is_local or session.engine:
@@ -49,6 +49,18 @@ def allocate(session: Session, specs: Specs, timeout_s: float | None) -> Operati
 
     allocation._fill((yield Offload(hold, nbytes)))
     return allocation
+
+
+def _checked(specs: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype | str]]:
+    found = {}
+    for name, spec in specs.items() if isinstance(specs, Mapping) else [(specs, None)]:
+        match spec:
+            case (Iterable() as shape, dtype) if isinstance(name, str):
+                found[name] = (tuple(shape), dtype)
+            case _:
+                text = 'expected field names, each with (shape, dtype), as {"x": ((8, 512), torch.float32)}'
+                raise InvalidInput(f"specs: {text}; got {name!r}: {spec!r}")
+    return found
 
 
 class Allocation(Mapping[str, torch.Tensor]):
