@@ -21,7 +21,7 @@ import torch
 from conftest import until
 from hosts import LARGE, Host, firsts, rows
 from test_cli import ENVIRONMENT
-from test_standby import kill, standby_of
+from test_standby import kill, server_of, standby_of
 from zygote import CHILDREN
 
 from transfer_queue import checkpoint
@@ -115,6 +115,38 @@ def test_what_was_on_lease_is_offered_and_what_was_acknowledged_is_not(machine: 
     assert list(fetch(client, 2).global_indexes) == list(held.global_indexes)
     with pytest.raises(LeaseExpired):
         client.ack(held)
+
+
+def journey(host: Host, row: int, partition: str = "p") -> list[tuple[str, str]]:
+    """(what happened to a row, of which task), oldest first."""
+    found = host.client.inspect_row(partition, row=row)
+    assert all(0 <= one.ago_s < 60 for one in found.events)
+    return [(one.what, one.task) for one in found.events]
+
+
+def test_what_happened_to_a_row_is_told_after_the_machine_and_a_takeover(machine: Machine) -> None:
+    row = put(machine.host.client, 1.0, 1).global_indexes[0]
+    put(machine.host.client, 2.0, 3, partition="others")
+    first = fetch(machine.host.client, 1, lease_s=60)
+    history = machine.directory / "history"
+    until(lambda: history.exists() and b"taken" in history.read_bytes(), "what is written down of it")
+    so_far = [("written", ""), ("taken", "t")]
+    assert journey(machine.host, row) == so_far
+    host = machine.reboot()
+    assert journey(host, row) == so_far
+    assert fetch(host.client, 1).global_indexes == first.global_indexes
+    so_far.append(("taken", "t"))
+    until(lambda: history.read_bytes().count(b"taken") == 2, "what is written down of that")
+    standby_of(host.client)
+    kill(server_of(host.client))
+    assert journey(host, row) == so_far
+    fetch(host.client, 1, "u")
+    so_far.append(("taken", "u"))
+    until(lambda: history.read_bytes().count(b"taken") == 3, "what is written down by who took over")
+    machine.lose_power()
+    with history.open("ab") as file:
+        file.write(b"\0\0\1\0torn")
+    assert journey(machine.boot(), row) == so_far
 
 
 def test_cleared_and_overwritten_rows_are_as_they_were(machine: Machine) -> None:

@@ -32,5 +32,6 @@ def test_whoever_serves_or_is_served_goes_by_the_monotonic_clock() -> None:
     assert len(paths) > 100
     assert found == {
         ("server/journal/files.py", "time.time_ns"),  # in each frame, for people; nothing goes by it
+        ("server/journal/history.py", "time.time"),  # when something happened, for people
         ("server/process.py", "time.time_ns"),  # where the numbers of a life's locks begin
     }

@@ -7,10 +7,15 @@ the instant it was saved keep their meaning, in whatever life they were given. A
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
 from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.errors import DataLost, LeaseExpired
 from transfer_queue.wire import messages as m
-from transfer_queue.wire.arrays import indexes_of
+from transfer_queue.wire.arrays import Numbers, indexes_of
 from transfer_queue.wire.lives import naming, service_of
 
 REMEMBERED = 64  # lives; the oldest are forgotten, and metadata of theirs refused
@@ -28,6 +33,11 @@ class Lineage:
     def is_of(self, service_id: bytes) -> bool:
         """Whether rows of that service may be here."""
         return service_id in {service_of(life) for life in (*self.ends, self.life)}
+
+    def are_here(self, life: bytes, rows: Numbers) -> NDArray[np.bool_]:
+        """Which of these rows of a life mean the same here."""
+        end = math.inf if life == self.life else self.ends.get(life, 0)
+        return rows < end
 
     def check(self, message: m.Request) -> None:
         """Raises `DataLost` for rows that are not those of before, `LeaseExpired` for a lease of another service."""

@@ -1,12 +1,12 @@
 """What happened to rows lately, and when they came: bounded memories for whoever looks at one row. They end with their
-process."""
+process, but for events that somebody keeps (`keepers`)."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ class RecentEvents:
     def __init__(self) -> None:
         self._events: deque[Happened] = deque()
         self._num_rows = 0
+        self.keepers: list[Callable[[Happened], None]] = []  # who is told of each event
 
     def wrote(self, at: float, session: bytes, message: m.Commit, rows: bytes) -> None:
         """A commit is done; `rows` are its own."""
@@ -90,6 +91,8 @@ class RecentEvents:
 
     def note(self, event: Happened) -> None:
         """`event.rows` must not be changed afterwards."""
+        for keep in self.keepers:
+            keep(event)
         self._events.append(event)
         self._num_rows += len(event.rows)
         while len(self._events) > MAX_EVENTS or self._num_rows > MAX_ROWS:

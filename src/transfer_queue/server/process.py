@@ -29,6 +29,7 @@ from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine, reo
 from transfer_queue.server.event_clock import EventClock
 from transfer_queue.server.fd_server import ArenaFdServer
 from transfer_queue.server.home import move_in
+from transfer_queue.server.journal.history import History
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.journal.kept_member import KeptMember, MemberUnit
 from transfer_queue.server.journal.kept_state import KeptService, KeptState
@@ -92,6 +93,7 @@ class Server:
         self.service.deliver = self.deliver
         self.listening: Listening
         self.journal: DiskJournal | None = None  # where there is to be one, from `run` on
+        self._history: History | None = None  # beside it
         self.engine: EngineBlocks | None = None
         self.arenas: RegisteredArenas | None = None
         self._remark = ""  # for the logs of clients
@@ -164,7 +166,15 @@ class Server:
             kept = KeptService(self.role.controller, service.members)
         self.journal = service.journal = DiskJournal(directory, kept, unit, self._abandon)
         self.journal.has_let_go = self.deliver
+        if isinstance(self.role, ControllerNode):
+            self._history = History(self.journal.held.directory, self.role.controller)
+            self._history.recall()
         self.recorder.settle()  # nobody stands by yet
+
+    def _keep_history(self) -> None:
+        if self._history is not None:
+            self._history.begin()
+            self._due.append(self._history.look)
 
     def _abandon(self) -> NoReturn:
         """Nothing can be promised any more: end, and let nobody take over."""
@@ -230,6 +240,7 @@ class Server:
             if self.journal is not None:
                 self.recorder.settled = self.journal.settle
                 await self.journal.start()
+                self._keep_history()
                 if announce is not None:
                     await self.journal.complete()
             self._start_standby()
@@ -251,6 +262,8 @@ class Server:
                 link.close()
             self.role.close()
             await asyncio.sleep(0)
+            if self._history is not None:
+                self._history.close()
             if self.journal is not None:
                 await self.journal.close()
             if self.engine is not None:

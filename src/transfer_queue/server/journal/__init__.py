@@ -10,8 +10,9 @@
     kept_state  what there is beside blocks: the controller's state, and who its units are
     kept_unit   a unit that says which blocks are new
     kept_member  a unit of another host: it says so before it asks the controller
+    history     what happened to rows lately, for whoever looks at one; nothing rests on it
 
-An answer leaves when all that it can say is on the disk. Three kinds of files make one directory: `snapshot-N`, the
+An answer leaves when all that it can say is on the disk. Three kinds of files make one journal: `snapshot-N`, the
 state when log N began; `log-N`, the facts since; `blocks-N`, blocks of more than 64 KiB. Smaller ones ride in the log,
 and in the next snapshot. Bytes are on the disk before the facts that name them. A range of a blocks file is used again
 once it is on the disk that its block is gone.
