@@ -327,7 +327,7 @@ def test_every_call_fails_promptly_once_the_server_was_killed(service: Service) 
 
 
 def test_calls_to_a_stopped_server_raise_by_their_deadline_and_work_again_later(service: Service) -> None:
-    client = service(client={"timeout_s": 0.3})
+    client = service(client={"timeout_s": 0.6})
     put("a", 1.0)
     pid = client.stats()["pid"]
     freeze(pid)
