@@ -176,6 +176,12 @@ class Server:
             self._history.begin()
             self._due.append(self._history.look)
 
+    async def _close_journal(self) -> None:
+        if self._history is not None:
+            self._history.close()
+        if self.journal is not None:
+            await self.journal.close()
+
     def _abandon(self) -> NoReturn:
         """Nothing can be promised any more: end, and let nobody take over."""
         self._dismiss_standby()
@@ -262,10 +268,7 @@ class Server:
                 link.close()
             self.role.close()
             await asyncio.sleep(0)
-            if self._history is not None:
-                self._history.close()
-            if self.journal is not None:
-                await self.journal.close()
+            await self._close_journal()
             if self.engine is not None:
                 await self.engine.close()
             if self.arenas is not None:

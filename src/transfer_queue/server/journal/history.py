@@ -34,7 +34,7 @@ FRAME = struct.Struct("<IQ")  # bytes, xxh3-64 of them
 
 
 @decodable
-class Noted(msgspec.Struct, array_like=True):
+class WrittenEvent(msgspec.Struct, array_like=True):
     """An event of rows that had their numbers in this `life` (`Lineage`): `count` of them from `first` on, or `rows`;
     `at`: time.time()."""
 
@@ -51,7 +51,7 @@ class Noted(msgspec.Struct, array_like=True):
     runs: tuple[tuple[str, int], ...]
 
 
-_decode = msgspec.msgpack.Decoder(Noted).decode
+_decode = msgspec.msgpack.Decoder(WrittenEvent).decode
 
 
 class History:
@@ -103,7 +103,7 @@ class History:
         at, rows = event.at + (time.time() - time.monotonic()), event.rows
         is_run = len(rows) == 1 or (len(rows) > 1 and bool((np.diff(rows) == 1).all()))
         first, count, named = (int(rows[0]), len(rows), b"") if is_run else (0, 0, rows_bytes(rows))
-        noted = Noted(
+        noted = WrittenEvent(
             self._lineage.life, at, event.what, event.partition, first, count, named, event.session, event.task,
             event.detail, event.runs,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class History:
             os.close(self._file)
             self._file = None
 
-    def _read(self, name: str) -> Iterator[Noted]:
+    def _read(self, name: str) -> Iterator[WrittenEvent]:
         """The events of a file, up to a place that is torn or damaged; what comes after it is taken off."""
         with contextlib.suppress(OSError), open(name, "r+b", opener=self._open) as file:
             data, at = memoryview(file.read()), 0
