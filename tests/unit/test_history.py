@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_rows_in_any_order_are_told(directory: int) -> None:
     rows = indexes(box.put(4))
     lease, _ = box.lend(4)
     box.ack(lease, [rows[2], rows[0]])
-    keeper.close()
+    asyncio.run(keeper.close())
     assert told(directory, box, rows[0]) == told(directory, box, rows[2]) == ["written", "taken", "acknowledged"]
     assert told(directory, box, rows[1]) == ["written", "taken"]
 
@@ -52,7 +53,7 @@ def test_numbers_that_mean_other_rows_are_not_told(directory: int) -> None:
     box, other = Box(), Box()
     keeper = kept(box, directory)
     rows = indexes(box.put(4))
-    keeper.close()
+    asyncio.run(keeper.close())
     other.controller.lineage.life = b"another life"
     assert told(directory, other, rows[0]) == []
     other.controller.lineage.ends = {box.controller.lineage.life: rows[2]}
@@ -67,8 +68,8 @@ def test_the_oldest_are_forgotten_a_file_at_a_time(directory: int, monkeypatch: 
     rows = []
     for _ in range(3):
         rows += indexes(box.put(1))
-        keeper._flush()
-    keeper.close()
+        keeper._append(keeper._taken())
+    asyncio.run(keeper.close())
     assert [told(directory, box, row) for row in rows] == [[], ["written"], ["written"]]
 
 
@@ -76,12 +77,12 @@ def test_a_full_disk_leaves_a_gap_and_stops_nobody(directory: int, monkeypatch: 
     box = Box()
     keeper = kept(box, directory)
     first = indexes(box.put(1))
-    keeper._flush()
+    keeper._append(keeper._taken())
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
     second = indexes(box.put(1))
-    keeper._flush()
+    keeper._append(keeper._taken())
     monkeypatch.setattr(os, "write", write)
     third = indexes(box.put(1))
-    keeper.close()
+    asyncio.run(keeper.close())
     assert [told(directory, box, *row) for row in (first, second, third)] == [["written"], [], ["written"]]

@@ -178,7 +178,7 @@ class Server:
 
     async def _close_journal(self) -> None:
         if self._history is not None:
-            self._history.close()
+            await self._history.close()
         if self.journal is not None:
             await self.journal.close()
 

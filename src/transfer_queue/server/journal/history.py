@@ -29,6 +29,7 @@ log = logging.getLogger("transfer_queue.server")
 NAMES = ("history.before", "history")  # the older one first
 MAX_NBYTES = 8 << 20  # of a file
 FLUSH_NBYTES, FLUSH_S = 256 << 10, 0.5
+CLOSE_S = 1.0  # how long a write may take in the end
 APPEND = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 FRAME = struct.Struct("<IQ")  # bytes, xxh3-64 of them
 
@@ -65,6 +66,8 @@ class History:
         self._nbytes = 0  # of these
         self._file: int | None = None
         self._flushing: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Future[None] | None = None  # one at a time, in a thread
+        self._has_failed = False
 
     def recall(self) -> None:
         """The controller, which came back from the journal, knows what is written down."""
@@ -81,24 +84,32 @@ class History:
     def begin(self) -> None:
         """In the process that serves from now on. A descriptor of the one before is not its own."""
         self._pid = os.getpid()
-        self._frames, self._nbytes, self._file, self._flushing = [], 0, None, None
+        self._frames, self._nbytes, self._file = [], 0, None
+        self._flushing, self._writing, self._has_failed = None, None, False
         self._recent.keepers = [self._note]
 
-    def close(self) -> None:
-        """Write what there is."""
+    async def close(self) -> None:
+        """Write what there is; on a disk that hangs some of it is not."""
         self._recent.keepers = []
-        self._flush()
-        self._let_go()
+        for _ in range(2):  # what is under way, and the rest
+            if self._writing is None:
+                self._flush()
+            if self._writing is not None:
+                await asyncio.wait([self._writing], timeout=CLOSE_S)
+        if self._writing is None:
+            self._let_go()
 
     def look(self) -> None:
         """Events are over: what they noted is written soon."""
+        if not self._frames or self._writing is not None:
+            return
         if self._nbytes >= FLUSH_NBYTES:
             self._flush()
-        elif self._frames and self._flushing is None:
+        elif self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
     def _note(self, event: Happened) -> None:
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._nbytes > MAX_NBYTES:  # the disk hangs
             return
         at, rows = event.at + (time.time() - time.monotonic()), event.rows
         is_run = len(rows) == 1 or (len(rows) > 1 and bool((np.diff(rows) == 1).all()))
@@ -112,15 +123,24 @@ class History:
         self._nbytes += len(body)
 
     def _flush(self) -> None:
-        data, self._frames, self._nbytes = b"".join(self._frames), [], 0
         if self._flushing is not None:
             self._flushing.cancel()
             self._flushing = None
-        try:
-            if data:
-                self._append(data)
-        except OSError as error:
-            log.warning("what happened to rows is not written down: %s", error)
+        if self._frames and self._writing is None:
+            self._writing = asyncio.get_running_loop().run_in_executor(None, self._append, self._taken())
+            self._writing.add_done_callback(self._written)
+
+    def _taken(self) -> bytes:
+        data, self._frames, self._nbytes = b"".join(self._frames), [], 0
+        return data
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._writing = None
+        error = writing.exception()
+        if error is not None and not self._has_failed:
+            log.warning("what happens to rows is not written down: %s", error)
+        self._has_failed = error is not None
+        self.look()
 
     def _append(self, data: bytes) -> None:
         before, name = NAMES
