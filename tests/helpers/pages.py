@@ -92,7 +92,8 @@ def page_of(address: str, *arguments: str) -> Iterator[RunningPage]:
     environment = {**os.environ, "PYTHONPATH": SOURCES, "PYTHONUNBUFFERED": "1"}
     process = CHILDREN.start([*COMMAND, "--address", address, *arguments], environment)
     try:
-        url = process.stdout.readline().decode().strip()
+        said = process.stdout.readline().decode().strip()
+        url = json.loads(said)["url"] if "--json" in arguments else said
         assert url.startswith("http://"), f"the page did not start: {url!r}"
         yield RunningPage(url, process)
         process.send_signal(signal.SIGTERM)

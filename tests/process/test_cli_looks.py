@@ -477,9 +477,7 @@ def test_every_command_is_in_the_help_and_explains_itself() -> None:
 
 def test_every_command_that_shows_something_does_it_as_json() -> None:
     lacking = [
-        name
-        for name in COMMANDS
-        if name not in ("serve", "checkpoint", "page") and "--json" not in tq(name, "--help").stdout
+        name for name in COMMANDS if name not in ("serve", "checkpoint") and "--json" not in tq(name, "--help").stdout
     ]
     assert lacking == []
 

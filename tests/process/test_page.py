@@ -368,6 +368,11 @@ def test_without_a_token_it_listens_on_loopback_only(client: tq.TransferQueueCli
         beside.listen("127.0.0.1", 70_000, "")
 
 
+def test_where_it_is_is_said_as_json(client: tq.TransferQueueClient) -> None:
+    with page_of(str(client.address), "--json") as page:
+        assert page.ask("/")[0] == 200
+
+
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(tq.errors.NotSupported, match=r"pip install 'transfer-queue\[http\]'"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from transfer_queue.cli.attaching import Address, attached
+from transfer_queue.cli.attaching import Address, AsJson, attached
+from transfer_queue.cli.tables import print_json
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,6 +23,7 @@ def page(
         Path | None, typer.Option(help="File with a token that every visitor of the page needs.")
     ] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in your browser.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a running service in a browser, until Ctrl-C.
 
@@ -36,7 +39,11 @@ def page(
     attached(address).close()  # raises at once where there is none
     with beside.listen(host, port, token) as listener:
         url = beside.url_of(listener)
-        print(url, flush=True)
+        if as_json:
+            print_json({"url": url})
+        else:
+            print(url)
+        sys.stdout.flush()
         from transfer_queue.page.serving import serve
 
         if open_browser:
