@@ -49,10 +49,11 @@ class Slice(msgspec.Struct, array_like=True, frozen=True):
             raise InvalidInput(f"{where}: {self}")
         if self.parts > 1 and (self.start or self.stop is not None):
             raise InvalidInput(f"{where}: a slice has a range or a part, not both")
+        if schema.kind not in (DENSE, RAGGED) or -1 in schema.shape[1:]:
+            text = "expected a field of tensors that differ in their first dimension alone, in all its rows"
+            raise InvalidInput(f"{where} of kind {schema.kind!r} and shape {schema.shape} cannot be sliced: {text}")
         if not 0 <= self.dim < len(schema.shape):
             raise InvalidInput(f"{where}: dimension {self.dim} of rows of shape {schema.shape}")
-        if schema.kind not in (DENSE, RAGGED) or -1 in schema.shape[1:]:
-            raise InvalidInput(f"{where}: rows of kind {schema.kind!r} and shape {schema.shape} cannot be sliced")
 
     def ranges(self, lengths: Ints) -> list[tuple[Ints, Ints]]:
         """(first, the one after the last) of each range, for rows of these lengths along `dim`."""
