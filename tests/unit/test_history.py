@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,11 +79,18 @@ def test_a_full_disk_leaves_a_gap_and_stops_nobody(directory: int, monkeypatch: 
     keeper = kept(box, directory)
     first = indexes(box.put(1))
     keeper._append(keeper._taken())
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:5]))
+    write, room = os.pwrite, [5]
+
+    def fill(fd: int, data: memoryview, at: int) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "full")
+        return write(fd, data[: room.pop()], at)
+
+    monkeypatch.setattr(os, "pwrite", fill)
     second = indexes(box.put(1))
-    keeper._append(keeper._taken())
-    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="full"):
+        keeper._append(keeper._taken())
+    monkeypatch.setattr(os, "pwrite", write)
     third = indexes(box.put(1))
     asyncio.run(keeper.close())
     assert [told(directory, box, *row) for row in (first, second, third)] == [["written"], [], ["written"]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from transfer_queue.cli.attaching import Address, AsJson, answer, session
+from transfer_queue.cli.attaching import Address, AsJson, session
 from transfer_queue.cli.looking import overview_of
 from transfer_queue.cli.tables import harmless, print_json, print_table, shown
 from transfer_queue.errors import UnknownRows
@@ -88,10 +88,10 @@ def _list_keys(partition: str, part: slice, address: str | None, as_json: bool) 
 
 def _num_unnamed(found: Session, partition: str, num_keys: int) -> int:
     """How many rows of a partition have no key."""
-    from transfer_queue.client.operations.overview import overview
+    from transfer_queue.client.effects import Call
+    from transfer_queue.wire import messages as m
 
-    rows = {one.name: one.rows for one in answer(found, overview(found, 0)).partitions}
-    return max(0, rows.get(partition, 0) - num_keys)
+    return max(0, found.call(Call(m.GetPartition(found.next_rid(), partition)))[0].rows - num_keys)
 
 
 def _changes(found: Session, partition: str, known: dict[str, tuple[int, int]]) -> m.Changes | None:

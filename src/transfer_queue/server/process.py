@@ -453,6 +453,7 @@ class Server:
 
     def _expire(self) -> None:
         now, self._timer = self.now(), None
+        self._clock.next_look = math.inf
         self.service.expire(now)
         self.deliver()
 

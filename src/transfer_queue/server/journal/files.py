@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -82,6 +82,21 @@ def framed(position: int, payload: Sequence[bytes], seed: int = 0) -> list[bytes
         digest.update(part)
     size = sum(map(len, payload))
     return [FRAME.pack(MAGIC, size, digest.intdigest(), *CHECKED.unpack(checked)), *payload]
+
+
+def frame_at(at: int, end: int, read: Callable[[int, int], bytes], seed: int = 0) -> Frame | None:
+    """The frame at an offset of a file that ends there, of which `read(offset, bytes)` gives parts; None where there is
+    no good one."""
+    start = read(at, FRAME.size)
+    if len(start) < FRAME.size:
+        return None
+    magic, size, digest, position, when = FRAME.unpack(start)
+    if magic != MAGIC or at + FRAME.size + size > end:
+        return None
+    payload = read(at + FRAME.size, size)
+    found = xxh3_64(CHECKED.pack(position, when), seed)
+    found.update(payload)
+    return Frame(at, position, payload) if found.intdigest() == digest else None
 
 
 def headed(head: Head) -> list[bytes]:
@@ -157,17 +172,7 @@ class FrameFile:
             raise JournalCorrupt(f"{self.path} cannot be read at byte {at}: {error}") from error
 
     def _frame(self, at: int, seed: int) -> Frame | None:
-        """The frame there; None where there is no good one."""
-        start = self._read(at, FRAME.size)
-        if len(start) < FRAME.size:
-            return None
-        magic, size, digest, position, when = FRAME.unpack(start)
-        if magic != MAGIC or at + FRAME.size + size > self._size:
-            return None
-        payload = self._read(at + FRAME.size, size)
-        found = xxh3_64(CHECKED.pack(position, when), seed)
-        found.update(payload)
-        return Frame(at, position, payload) if found.intdigest() == digest else None
+        return frame_at(at, self._size, self._read, seed)
 
     def _any_frame(self, at: int, seed: int, position: int = 0) -> bool:
         """Whether a good frame of this event or a later one begins somewhere from there on."""

@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import logging
 import os
-import struct
 import time
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from transfer_queue.controller import Controller
 from transfer_queue.controller.recent import Happened
 from transfer_queue.controller.table import rows_bytes
+from transfer_queue.memory.memfd import write_file
+from transfer_queue.server.journal.files import FRAME, frame_at, framed
 from transfer_queue.structs import decodable
 from transfer_queue.wire.arrays import indexes_of
 
@@ -30,8 +30,6 @@ NAMES = ("history.before", "history")  # the older one first
 MAX_NBYTES = 8 << 20  # of a file
 FLUSH_NBYTES, FLUSH_S = 256 << 10, 0.5
 CLOSE_S = 1.0  # how long a write may take in the end
-APPEND = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-FRAME = struct.Struct("<IQ")  # bytes, xxh3-64 of them
 
 
 @decodable
@@ -119,7 +117,7 @@ class History:
             event.detail, event.runs,
         )  # fmt: skip
         body = msgspec.msgpack.encode(noted)
-        self._frames += (FRAME.pack(len(body), xxh3_64_intdigest(body)), body)
+        self._frames += framed(0, [body])
         self._nbytes += len(body)
 
     def _flush(self) -> None:
@@ -148,10 +146,13 @@ class History:
             self._let_go()
             os.replace(name, before, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         if self._file is None:
-            self._file = os.open(name, os.O_WRONLY | APPEND, 0o600, dir_fd=self._directory)
+            self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory)
         end = os.fstat(self._file).st_size
-        if os.write(self._file, data) < len(data):
+        try:
+            write_file(self._file, end, data)
+        except OSError:
             os.ftruncate(self._file, end)  # else nothing after it could be read
+            raise
 
     def _let_go(self) -> None:
         if self._file is not None:
@@ -161,15 +162,11 @@ class History:
     def _read(self, name: str) -> Iterator[WrittenEvent]:
         """The events of a file, up to a place that is torn or damaged; what comes after it is taken off."""
         with contextlib.suppress(OSError), open(name, "r+b", opener=self._open) as file:
-            data, at = memoryview(file.read()), 0
-            with contextlib.suppress(struct.error, msgspec.DecodeError):
-                while at < len(data):
-                    nbytes, digest = FRAME.unpack_from(data, at)
-                    body = data[at + FRAME.size : at + FRAME.size + nbytes]
-                    if xxh3_64_intdigest(body) != digest:
-                        break
-                    yield _decode(body)
-                    at += FRAME.size + nbytes
+            data, at = file.read(), 0
+            with contextlib.suppress(msgspec.DecodeError):
+                while frame := frame_at(at, len(data), lambda start, nbytes: data[start : start + nbytes]):
+                    yield _decode(frame.payload)
+                    at += FRAME.size + len(frame.payload)
             file.truncate(at)
 
     def _open(self, name: str, flags: int) -> int:

@@ -30,6 +30,7 @@ from transfer_queue.server.spilling import Spiller
 PART = 64  # partitions per part of a family
 _LIMITS = [*map(floatToGoString, BOUNDS), "+Inf"]
 Rows = Iterable[tuple[Sequence[str], float]]  # label values and a number
+Names = tuple[str, str]  # label values
 
 
 class Movers(Protocol):
@@ -140,34 +141,18 @@ class ServerCollector(Collector):
         return starved
 
     def _group_waits(self, controller: Controller) -> Metric:
-        """Of every pool that is there, as `_fetch_waits`."""
-        now = monotonic()
-        oldest = {(partition, call): 0.0 for partition in controller.groups.pools for call in CALLED.values()}
-        for one in controller.groups.parked:
-            names = one.message.partition, called(one.message)
-            oldest[names] = max(oldest.get(names, 0.0), 0.0 if one.since is None else now - one.since)
-        waits = GaugeMetricFamily(
-            "tq_oldest_group_wait_seconds", "For how long the oldest call of a pool waits, 0 where none does.",
-            labels=["partition_id", "call"],
-        )  # fmt: skip
-        for names, oldest_s in oldest.items():
-            waits.add_metric(names, oldest_s)
-        return waits
+        """Of every pool that is there, so that an alert ends with the wait."""
+        known = [(partition, call) for partition in controller.groups.pools for call in CALLED.values()]
+        waits = [((one.message.partition, called(one.message)), one.since) for one in controller.groups.parked]
+        text = "For how long the oldest call of a pool waits, 0 where none does."
+        return _gauges("tq_oldest_group_wait_seconds", text, ["partition_id", "call"], _oldest(known, waits))
 
     def _fetch_waits(self, controller: Controller) -> Iterator[Metric]:
         """Of every task that is there, so that an alert ends with the wait."""
-        now = monotonic()
-        oldest = {(table.name, task): 0.0 for table in controller.tables.values() for task in table.tasks}
-        for one in controller.state.fetching.parked:
-            names = one.message.partition, one.message.task
-            oldest[names] = max(oldest.get(names, 0.0), 0.0 if one.since is None else now - one.since)
-        waits = GaugeMetricFamily(
-            "tq_oldest_fetch_wait_seconds", "For how long a task's oldest request for rows waits, 0 where none does.",
-            labels=["partition_id", "task_name"],
-        )  # fmt: skip
-        for names, oldest_s in oldest.items():
-            waits.add_metric(names, oldest_s)
-        yield waits
+        known = [(table.name, task) for table in controller.tables.values() for task in table.tasks]
+        waits = [((one.message.partition, one.message.task), one.since) for one in controller.state.fetching.parked]
+        text = "For how long a task's oldest request for rows waits, 0 where none does."
+        yield _gauges("tq_oldest_fetch_wait_seconds", text, ["partition_id", "task_name"], _oldest(known, waits))
 
     def _sizes(self) -> Iterator[Metric]:
         service, unit = self._service, self._unit
@@ -316,6 +301,14 @@ def resident_nbytes() -> int:
     """Memory of this process, from the second number of /proc/self/statm (proc(5))."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _oldest(known: Iterable[Names], waits: Iterable[tuple[Names, float | None]]) -> Rows:
+    """For how long the oldest wait of each name lasts, from (name, since when); 0 for the `known` ones without any."""
+    now, oldest = monotonic(), dict.fromkeys(known, 0.0)
+    for names, since in waits:
+        oldest[names] = max(oldest.get(names, 0.0), 0.0 if since is None else now - since)
+    return oldest.items()
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

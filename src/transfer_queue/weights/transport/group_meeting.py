@@ -31,7 +31,7 @@ from transfer_queue.weights.transport.ranks import BEYOND_S, RankFault
 PREFIX = "transfer_queue/weights/meeting"
 T = TypeVar("T")
 GIVEN_UP = "-"
-FIRST_S, LONGEST_S = 0.002, 0.25  # between two looks into the store
+FIRST_S, LONGEST_S = 0.002, 0.25  # between two looks
 LATE = "did not come to `trainer_init` in time: `timeout_s` has to cover the slowest rank"
 
 
@@ -151,13 +151,22 @@ class GroupMeeting:
 
     def _until(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
         """Whether it is within that time. The store's own `wait` keeps the store from all other threads."""
-        end, pause_s = time.monotonic() + timeout_s, FIRST_S
-        while not is_so():
+        end = time.monotonic() + timeout_s
+        for pause_s in pauses():
+            if is_so():
+                return True
             left_s = end - time.monotonic()
             if left_s <= 0 or self._is_over.wait(min(pause_s, left_s)):
-                return False
-            pause_s = min(2 * pause_s, LONGEST_S)
-        return True
+                break
+        return False
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between two looks at what somebody else has to do: soon at first, and without end."""
+    pause_s = FIRST_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LONGEST_S)
 
 
 def check_group(rank: int, world: int) -> None:

@@ -16,7 +16,7 @@ from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, system_faults
-from transfer_queue.weights.transport.group_meeting import FIRST_S, LONGEST_S
+from transfer_queue.weights.transport.group_meeting import FIRST_S, LONGEST_S, pauses
 from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.pending import SyncReport
 from transfer_queue.weights.transport.ranks import (
@@ -130,11 +130,12 @@ class Holder:
     @system_faults()
     def meet(self) -> None:
         """Make sure that rank 0 is there. Where ranks are told its address, it may come after this one."""
-        end, pause_s = time.monotonic() + self.info.timeout_s, FIRST_S
+        end = time.monotonic() + self.info.timeout_s
         try:
-            while not self._has_met(end - time.monotonic()):
+            for pause_s in pauses():
+                if self._has_met(end - time.monotonic()):
+                    break
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_S)
         except BaseException:  # an interrupt must not leave the server
             self.shutdown()
             raise
