@@ -194,6 +194,28 @@ def test_a_server_in_trouble_in_any_call_has_the_next_version(
     site.trainer.shutdown()
 
 
+def test_an_update_that_was_started_late_after_the_introduction_is_ended(site: Site) -> None:
+    site.send(2.0)
+    start, meet = site.server.start_weight_update, site.server.init_weight_transfer_engine
+    introduced = threading.Event()
+
+    def start_late() -> None:
+        del site.server.start_weight_update  # type: ignore[method-assign]
+        assert introduced.wait(SEND_S)
+        start()
+
+    def meet_first(info: Any) -> None:
+        meet(info)
+        introduced.set()
+
+    site.server.start_weight_update = start_late  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        site.send(3.0, deadline_s=0.5)
+    site.server.init_weight_transfer_engine = meet_first  # type: ignore[method-assign]
+    site.send(4.0)
+    assert site.server.bias == 4.0
+
+
 def test_an_introduction_that_comes_late_ends_no_update_of_the_next_trainer(site: Site) -> None:
     late = site.trainer.introduction(1)
     new = site.start({})

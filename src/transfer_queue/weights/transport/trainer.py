@@ -310,14 +310,14 @@ class TrainerEngine(AdapterCalls):
         return
 
     def _meet(self, deadline: Deadline) -> None:
-        """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: once
-        these are over, for the introduction wakes them up, nothing of them can meet the next update."""
-        late = list(self._late)
-        told = self.introduction(self._num_silent, deadline)
-        self._ask(self._client.init_weight_transfer_engine, deadline, told)
-        for call in late:
-            if not call.ended(deadline.left()):
-                raise DeadlineExceeded("a call of an update before has not ended")
+        """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: the
+        introduction wakes them up, and once they are over a second one ends what they may have opened after it."""
+        late = [call for call in self._late if not call.ended(0.0)]
+        for _ in range(2 if late else 1):
+            self._ask(self._client.init_weight_transfer_engine, deadline, self.introduction(self._num_silent, deadline))
+            for call in late:
+                if not call.ended(deadline.left()):
+                    raise DeadlineExceeded("a call of an update before has not ended")
 
     def introduction(self, silent: int, deadline: Deadline | None = None) -> dict[str, Any]:
         """`receivers_info`, whose updates they are, and where to report, for servers with `silent` workers."""
