@@ -133,3 +133,10 @@ def test_panels_lie_beside_each_other_and_every_alert_says_what_to_do() -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
     topics = {"Starved", "RowsTooOld", "MemoryNearBudget", "DeadLetters"}
     assert {f"TransferQueue{topic}" for topic in topics} <= {rule["alert"] for rule in rules}
+
+
+def test_each_alert_has_a_case() -> None:
+    rules = yaml.safe_load((GRAFANA / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    cases = yaml.safe_load((GRAFANA / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    tried = {one["alertname"] for case in cases for one in case["alert_rule_test"] if one.get("exp_alerts") != []}
+    assert tried == {rule["alert"] for rule in rules}
