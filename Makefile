@@ -5,6 +5,9 @@ RUN := $(VENV)/bin/python
 ENGINES := .venv-engines
 STAMP := $(VENV)/.installed
 
+# Hundreds of processes are started by tests and examples: each would compile all it imports, a third of a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check check-types check-style check-house check-docs bench chaos stress test-engines bench-engines test-frameworks test-vllm test-sglang matrix wheel-compat docs clean
 
 demo: $(STAMP)
