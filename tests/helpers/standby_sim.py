@@ -443,6 +443,8 @@ class Simulation:
             (1, lambda: m.AdvancePool(rid, partition, below(6))),
             (1, lambda: m.RenewGroups(rid, recent(self._group_leases), 0.5)),
             (0.1, lambda: m.EndPool(rid, partition)),
+            (1, lambda: m.MarkPool(rid, partition, rid)),
+            (1, lambda: m.ResumePool(rid, partition, recent([0, *([] if pool is None else pool.steps.marked)]))),
         ]  # fmt: skip
 
     def _finished(self, partition: str, num_rows: int) -> list[m.FinishedSlot]:

@@ -98,7 +98,12 @@ class History:
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box
-        match choose.randrange(9):
+        match choose.randrange(12):
+            case 9 | 10:
+                box.ask(m.MarkPool, self.number)
+            case 11:
+                marked = box.report()["steps"]
+                box.ask(m.ResumePool, choose.choice(marked) if marked and choose.random() < 0.9 else 0)
             case 8:
                 box.ask(m.EndPool)
             case 6 | 7:

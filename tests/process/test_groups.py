@@ -491,6 +491,73 @@ def test_producers_wait_for_a_consumer_that_is_killed_and_its_samples_do_not_cou
     assert len(pool.tickets(1)) == 1
 
 
+TRAINER = """
+import time
+import transfer_queue as tq
+tq.init()
+pool = tq.group_pool("train")
+def learn():
+    batch = pool.select(2)
+    found = tq.get_client().get_data(batch.metadata)["x"].flatten().tolist()
+    pool.ack(batch, clear=True)
+    return found
+"""
+
+
+@pytest.mark.parametrize("server_too", [False, True])
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
+    server_too: bool, client: tq.TransferQueueClient, pool: GroupPool, child: Spawn
+) -> None:
+    for number in range(8):
+        made(pool, number)
+    trainer = child(
+        TRAINER
+        + "print(learn(), flush=True)\n"
+        + "pool.checkpoint(1)\n"
+        + "print(learn(), learn(), pool.select(2).groups[0].group_id, flush=True)\n"
+        + "time.sleep(600)\n"
+    )
+    assert trainer.line() == "[0, 1, 100, 101]"
+    assert trainer.line() == "[200, 201, 300, 301] [400, 401, 500, 501] g6"
+    trainer.kill()
+    if server_too:
+        replaced(client)
+    assert pool.status()["steps"] == [1]
+    again = child(TRAINER + "print(pool.resume(1), learn(), learn(), learn())\npool.checkpoint(2)")
+    assert again.finish() == (
+        "ResumedGroups(batches=2, groups=4, lost=0) [200, 201, 300, 301] [400, 401, 500, 501] [600, 601, 700, 701]"
+    )
+    assert client.stats()["rows"] == 0
+
+
+def test_a_journal_brings_the_steps_of_a_pool_back(service: Any, tmp_path: Path) -> None:
+    settings = {"server": {"journal_dir": str(tmp_path)}}
+    service(**settings)
+    pool = tq.group_pool("train", POLICY)
+    made(pool, 1), made(pool, 2)
+    pool.checkpoint(7)
+    pool.ack(pool.select(1), clear=True)
+    tq.close()
+    tq.init(settings)
+    pool = tq.group_pool("train")
+    assert pool.resume(7) == (1, 1, 0)
+    batch = pool.select(1)
+    assert tq.get_client().get_data(batch.metadata)["x"].flatten().tolist() == [100, 101]
+
+
+def test_who_had_groups_when_a_step_was_gone_back_to_has_none(pool: GroupPool) -> None:
+    made(pool, 1)
+    pool.checkpoint(0)
+    batch = pool.select(1)
+    assert pool.resume(0) == (1, 1, 0)
+    with pytest.raises(LeaseExpired):
+        pool.ack(batch)
+    with pytest.raises(InvalidInput, match="step 3 of the pool"):
+        pool.resume(3)
+    with pytest.raises(InvalidInput, match="whole number"):
+        pool.checkpoint(-1)
+
+
 def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
     client = service(metrics={"enabled": True})
     pool = tq.group_pool("train", tq.GroupPolicy.drop(1))
@@ -498,10 +565,10 @@ def test_status_and_metrics_show_pools_and_series(service: Any) -> None:
     pool.open("open", 3)
     pool.filter("g2")
     tq.open_partition("step", "steps", 0)
-    assert client.stats()["groups"] == {"train": {"open": 1, "sealed": 1, "lent": 0}}
+    assert client.stats()["groups"] == {"train": {"open": 1, "sealed": 1, "lent": 0, "due": 0}}
     assert client.stats()["series"] == {"steps": {"open": 1, "waiting": 0}}
     shown = " ".join(tq_run("status", "--address", str(client.address)).stdout.split())
-    assert "groups of open sealed lent train 1 1 0" in shown
+    assert "groups of open sealed lent due train 1 1 0 0" in shown
     assert "series open waiting steps 1 0" in shown
     scrape = Scrape(tq.get_metrics_endpoint() or "")
     assert scrape.value("tq_groups", partition_id="train", state="open") == 1

@@ -8,6 +8,8 @@ import pytest
 
 from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput, StaleAttempt
 from transfer_queue.groups import GroupPolicy, PoolCore, PoolState, Result, SiblingGroup
+from transfer_queue.groups.consistency import is_consistent
+from transfer_queue.groups.shortfall import needed, retarget
 
 # (name, version it was started at, version it is for, whether it is sealed), in order of arrival; the trainer is at 5.
 BUFFER = [
@@ -62,7 +64,7 @@ def buffer_in(policy: GroupPolicy) -> PoolCore:
         if is_sealed:
             sealed(pool, name, [number])
     pool.advance(5)
-    assert pool.is_consistent()
+    assert is_consistent(pool)
     return pool
 
 
@@ -162,9 +164,9 @@ def test_a_version_that_lost_a_group_is_smaller_down_to_a_floor(floor: float, le
         pool.fail("g0", 0, attempt, "data")
     if left is None:
         with pytest.raises(GroupsShort, match="version 7 has 4 groups left of 5, its floor is 5"):
-            pool.needed(5)
+            needed(pool, 5)
     else:
-        assert pool.needed(5) == left == len(pool.eligible())
+        assert needed(pool, 5) == left == len(pool.eligible())
 
 
 def test_a_group_of_a_later_version_takes_the_place_of_one_that_is_lacking() -> None:
@@ -176,11 +178,11 @@ def test_a_group_of_a_later_version_takes_the_place_of_one_that_is_lacking() -> 
     pool.filter(["a"])
     sealed(pool, "a", [0])
     assert served(pool) == "b"
-    pool.retarget("c", 0)
+    retarget(pool, "c", 0)
     assert served(pool) == "bc"
     assert [pool.target_of(ticket) for ticket in take(pool, 1) or []] == [1], "the lender is owed one"
     with pytest.raises(InvalidInput, match="version 0 lacks no group"):
-        pool.retarget("d", 0)
+        retarget(pool, "d", 0)
 
 
 def test_a_slot_that_failed_is_tried_again_and_the_attempt_before_is_refused() -> None:
@@ -208,7 +210,7 @@ def test_a_whole_group_begins_anew_where_the_policy_says_so() -> None:
     assert pool.discarded == [7]
     assert pool.source("").discarded_tokens == result([7]).tokens > 0
     assert pool.idle(9, "x") == [("x", 0), ("x", 1), ("x", 2)]
-    assert pool.is_consistent()
+    assert is_consistent(pool)
 
 
 def test_what_an_attempt_that_was_given_up_still_gives_counts_while_no_other_began() -> None:

@@ -16,6 +16,7 @@ from transfer_queue.client.describing import batch_meta, committed_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, HoldSession, Operation
 from transfer_queue.client.operations import rows as ops
+from transfer_queue.client.operations.steps import step_number
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, is_on, store
@@ -153,6 +154,15 @@ class GroupBatch:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+
+class ResumedGroups(NamedTuple):
+    """What is handed out once more: `groups` groups in `batches` batches. `lost`: groups that are not, for some of
+    their rows were cleared."""
+
+    batches: int
+    groups: int
+    lost: int
 
 
 class GroupOperations:
@@ -386,6 +396,27 @@ class GroupOperations:
             names = None if group_ids is None else list(group_ids)
             yield Call(m.ReleaseGroups(self.session.next_rid(), batch.lease, names))
 
+    # steps
+
+    def checkpoint(self, step: int) -> Operation[None]:
+        """`resume` may go back to this step (from 0, rising; the newest may be marked again): call it once the model
+        that learned from all acknowledged groups is saved. From the first mark on, rows that `ack` was told to clear
+        stay until the next one. Where groups with more than 262,144 rows were used up since the oldest mark, it is
+        forgotten.
+
+        Raises `InvalidInput` for an earlier step, and for policies whose groups are used several times or at a rate.
+        """
+        yield _call(self, m.MarkPool, step_number(step))
+
+    def resume(self, step: int) -> Operation[ResumedGroups]:
+        """The groups that were handed out after a marked step are handed out once more: `select` gives them batch by
+        batch as before, in the same order, with the members that were withheld then, however old they are by now. What
+        somebody has on a lease is taken back (`LeaseExpired`). A `select` that asks for fewer or more groups than such
+        a batch has gets it judged again and offered like any other. Raises `InvalidInput` for a step without a mark.
+        """
+        reply = (yield _call(self, m.ResumePool, step_number(step)))[0]
+        return ResumedGroups(reply.batches, reply.groups, reply.lost)
+
     def wait(self, min_groups: int, timeout_s: float | None = None) -> Operation[int]:
         """How many groups `select` could give now, which nobody gets by it. Waits until there are `min_groups`, at most
         `timeout_s`; fewer where no more can come, or where the policy lets a version shrink. Raises `DeadlineExceeded`,
@@ -539,6 +570,8 @@ class GroupPool:
     renew, async_renew = blocking(GroupOperations.renew), awaitable(GroupOperations.renew)
     ack, async_ack = blocking(GroupOperations.ack), awaitable(GroupOperations.ack)
     release, async_release = blocking(GroupOperations.release), awaitable(GroupOperations.release)
+    checkpoint, async_checkpoint = blocking(GroupOperations.checkpoint), awaitable(GroupOperations.checkpoint)
+    resume, async_resume = blocking(GroupOperations.resume), awaitable(GroupOperations.resume)
     wait, async_wait = blocking(GroupOperations.wait), awaitable(GroupOperations.wait)
     status, async_status = blocking(GroupOperations.status), awaitable(GroupOperations.status)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transfer_queue.controller.group_checks import check_slots
+from transfer_queue.controller.group_checks import check_slots, check_step
 from transfer_queue.errors import InvalidInput
 from transfer_queue.groups import PoolCore
+from transfer_queue.groups.shortfall import retarget
 from transfer_queue.wire import messages as m
 
 
@@ -33,7 +34,7 @@ def _prioritize(pool: PoolCore, message: m.PrioritizeGroups) -> None:
 
 
 def _retarget(pool: PoolCore, message: m.RetargetGroup) -> None:
-    pool.retarget(message.group, message.target)
+    retarget(pool, message.group, message.target)
 
 
 def _end(pool: PoolCore, message: m.EndPool) -> None:
@@ -48,7 +49,13 @@ def _unlend(pool: PoolCore, message: m.UnlendGroups) -> None:
     pool.release(message.groups)
 
 
+def _mark(pool: PoolCore, message: m.MarkPool) -> None:
+    check_step(message.step)
+    pool.mark(message.step)
+
+
 CHANGES: dict[type, Callable[[PoolCore, Any], None]] = {
     m.UnstartSlots: _unstart, m.FailSlots: _fail, m.FilterGroups: _filter, m.PrioritizeGroups: _prioritize,
     m.RetargetGroup: _retarget, m.EndPool: _end, m.ReturnTickets: _return, m.UnlendGroups: _unlend,
+    m.MarkPool: _mark,
 }  # fmt: skip

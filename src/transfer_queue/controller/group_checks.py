@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.group_holdings import GroupLease
+from transfer_queue.controller.group_holdings import GroupLease, SessionHoldings
 from transfer_queue.controller.leases import check_lease, check_seconds
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import InvalidInput
 from transfer_queue.groups import PoolCore, SiblingGroup
+from transfer_queue.groups.consistency import is_consistent
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
@@ -21,12 +22,13 @@ REQUESTS = (
     m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.EndPool, m.SelectGroups, m.RenewGroups, m.AckGroups,
     m.ReleaseGroups, m.ConsumeGroups, m.AwaitGroups, m.TakeRefills, m.DescribePool, m.PrioritizeGroups,
     m.IssueTickets, m.LendGroups, m.UnlendGroups, m.RemovePool, m.UnstartSlots,
+    m.MarkPool, m.ResumePool,
 )  # fmt: skip
 OUTCOMES = (  # nobody asks for them
     m.IssueTickets, m.StartSlots, m.UnstartSlots, m.LendGroups, m.UnlendGroups, m.ConsumeGroups,
 )  # fmt: skip
 MAX_COUNT = 1 << 20
-MAX_VERSION, MAX_TOKENS = 1 << 40, 1 << 40
+MAX_VERSION, MAX_TOKENS, MAX_STEP = 1 << 40, 1 << 40, 1 << 62
 
 
 def check_waiting(message: Any, pool: PoolCore) -> None:
@@ -57,15 +59,22 @@ def check_waiting(message: Any, pool: PoolCore) -> None:
         )
 
 
-def check_pool(pool: PoolCore, leases: Iterable[GroupLease], tickets: Iterable[int], table: Table | None) -> None:
-    """An AssertionError unless it agrees with itself, with the leases and tickets that sessions have (each of those
-    that are out is one's), and with the rows of its partition."""
-    assert pool.is_consistent()
-    lent = {group.name for group in pool.groups.values() if group.state == "lent"}
-    assert lent <= {name for lease in leases for name in lease.names}
-    assert sorted(ticket for ticket in tickets if ticket in pool.state.reserved) == sorted(pool.state.reserved)
-    rows = np.array(list(pool.owners), np.int64)
-    assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+def check_pools(
+    pools: Mapping[str, PoolCore], holdings: Collection[SessionHoldings], leases: Collection[GroupLease],
+    tables: Mapping[str, Table],
+) -> None:  # fmt: skip
+    """An AssertionError unless every pool agrees with itself, with the leases and tickets that sessions have (each of
+    those that are out is one's), and with the rows of its partition."""
+    for partition, pool in pools.items():
+        assert is_consistent(pool)
+        lent = {group.name for group in pool.groups.values() if group.state == "lent"}
+        assert lent <= {name for lease in leases if lease.partition == partition for name in lease.names}
+        held = [ticket for one in holdings for ticket in one.tickets.get(partition, ())]
+        assert sorted(ticket for ticket in held if ticket in pool.state.reserved) == sorted(pool.state.reserved)
+        rows, table = np.array(list(pool.rows), np.int64), tables.get(partition)
+        assert not len(rows) or (table is not None and bool((table.slots_of(rows) >= 0).all()))
+        assert sum(one.refills.get(partition, 0) for one in holdings) <= pool.state.owed
+    assert {name for one in holdings for name in (*one.tickets, *one.attempts, *one.refills)} <= pools.keys()
 
 
 def check_slots(pool: PoolCore, attempts: Iterable[m.Attempt]) -> None:
@@ -82,6 +91,12 @@ def check_unused(partition: str, pool: PoolCore, what: str = "is in use") -> Non
             f"the pool of {partition!r} {what}: it has {pool.num_open} open groups, {pool.num_sealed} sealed and "
             f"{pool.num_lent} lent, and {len(pool.state.reserved)} tickets out"
         )
+
+
+def check_step(step: int) -> None:
+    """`InvalidInput` for a number that no step has."""
+    if not 0 <= step < MAX_STEP:
+        raise InvalidInput(f"step {step}: expected a number from 0 to {MAX_STEP}")
 
 
 def check_versions(*versions: int | None) -> None:

@@ -71,3 +71,11 @@ def workers(holdings: Mapping[bytes, SessionHoldings], partition: str, pool: Poo
     """The sessions (in hexadecimal, as a status may be written as JSON) that work on siblings, and on how many each."""
     counts = ((session, held.num_running(partition, pool)) for session, held in holdings.items())
     return [{"session": session.hex(), "attempts": count} for session, count in counts if count]
+
+
+def pay_refill(partition: str, holdings: Iterable[SessionHoldings]) -> None:
+    """A refill was opened: it is one of those that the first of these has that has some."""
+    for held in holdings:
+        if held.refills.get(partition, 0):
+            held.refills[partition] -= 1
+            return

@@ -47,7 +47,7 @@ def oldest_open(pool: PoolCore) -> dict[str, Any] | None:
 
 def by_state(pool: PoolCore) -> dict[str, int]:
     """How many groups there are of each state."""
-    return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent}
+    return {"open": pool.num_open, "sealed": pool.num_sealed, "lent": pool.num_lent, "due": pool.num_due}
 
 
 def described(
@@ -65,7 +65,7 @@ def described(
     return {
         "version": pool.version, **by_state(pool), "eligible": pool.num_available,
         "tickets_out": len(pool.state.reserved), "owed": pool.state.owed,
-        "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
+        "steps": pool.steps.marked, "waiting": waiting, "ended": pool.state.ended, "sampled": pool.state.sampled,
         "running": sum(one["attempts"] for one in workers), "workers": list(workers),
         "oldest_open": oldest_open(pool),
         "excused": {str(version): count for version, count in pool.state.excused.items()}, "sources": sources,

@@ -19,12 +19,12 @@ from transfer_queue.controller.group_changes import CHANGES
 from transfer_queue.controller.group_checks import (
     MAX_VERSION,
     OUTCOMES,
-    check_pool,
+    check_pools,
     check_unused,
     check_versions,
     check_waiting,
 )
-from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, SessionHoldings, workers
+from transfer_queue.controller.group_holdings import AttemptTerm, GroupLease, SessionHoldings, pay_refill, workers
 from transfer_queue.controller.group_reports import (
     by_state,
     described,
@@ -46,13 +46,10 @@ from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import GroupGrant, Unreceived
 from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
-from transfer_queue.errors import (
-    DeadlineExceeded,
-    InvalidInput,
-    LeaseExpired,
-    TransferQueueError,
-)
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, TransferQueueError
 from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
+from transfer_queue.groups.again import resume, unlike_before
+from transfer_queue.groups.shortfall import needed
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
@@ -95,6 +92,7 @@ class GroupPools:
             m.OpenPool: self._open_pool, m.RemovePool: self._remove, m.AdvancePool: self._advance,
             m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlots: self._finish,
             m.ConsumeGroups: self._consume, m.IssueTickets: self._issue, m.LendGroups: self._lend,
+            m.ResumePool: self._resume,
             **{kind: partial(self._change, change) for kind, change in CHANGES.items()},
         }  # fmt: skip
 
@@ -126,17 +124,10 @@ class GroupPools:
     def _lasting(self, message: Any, session: bytes) -> m.Reply:
         reply = self.rules[type(message)](message)
         if isinstance(message, m.OpenGroup) and message.refills:
-            self._pay_refill(message.partition, session)
+            pay_refill(message.partition, [self._of(session), *self._holdings.values()])
         if isinstance(message, m.FinishSlots):  # those of a commit are told of with it
             finished_rows(self._recent, self._now(), session, message, self.pools[message.partition])
         return reply
-
-    def _pay_refill(self, partition: str, session: bytes) -> None:
-        """A refill was opened: it is one of those that this session has, else of others, for whom it opens them."""
-        for held in (self._of(session), *self._holdings.values()):
-            if held.refills.get(partition, 0):
-                held.refills[partition] -= 1
-                return
 
     def number_leases(self, above: int) -> None:
         """Leases have numbers above this one, so that those of another life of the service are none of these."""
@@ -162,8 +153,6 @@ class GroupPools:
         if pool is not None:
             if not message.discards:
                 check_unused(partition, pool)
-            pool.give_up()
-            self._clear_rows(partition, pool.discarded)
             self._retire(partition, pool)
             del self.pools[partition]
             self._refuse_waiting("was removed")
@@ -171,16 +160,21 @@ class GroupPools:
         return m.Done(message.rid)
 
     def _retire(self, partition: str, pool: PoolCore) -> None:
-        """Nobody has something of this pool any more."""
+        """Nobody has something of this pool any more, or gets it."""
+        pool.give_up()
+        self._clear_rows(partition, pool.discarded)
         self.used.retire(pool.state.next_ticket, pool.state.next_attempt)
-        for number in [number for number, lease in self._leases.items() if lease.partition == partition]:
-            del self._leases[number]
+        self._end_leases(partition)
         for number in [number for number, term in self._terms.items() if term.partition == partition]:
             del self._terms[number]
         for held in self._holdings.values():
             held.drop(partition)
         for source in pool.state.sources:
             self.consumed_at.pop((partition, source), None)
+
+    def _end_leases(self, partition: str) -> None:
+        for number in [number for number, lease in self._leases.items() if lease.partition == partition]:
+            del self._leases[number]
 
     def _refuse_waiting(self, why: str) -> None:
         """Whoever waits for something of a pool that is gone hears of it."""
@@ -250,6 +244,12 @@ class GroupPools:
         self._changed(message.partition)
         return m.Done(message.rid)
 
+    def _resume(self, message: m.ResumePool) -> m.Reply:
+        found = resume(self._pool(message.partition), message.step)
+        self._end_leases(message.partition)
+        self._changed(message.partition)
+        return m.PoolResumed(message.rid, *found)
+
     def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
         """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
         if self._now() > NO_TIME and not (only_first and (partition, source) in self.consumed_at):
@@ -284,7 +284,7 @@ class GroupPools:
     def cleared(self, partition: str, rows: Slots | None) -> None:
         """These rows of a partition are gone; None: all of it."""
         pool = self.pools.get(partition)
-        if pool is not None and pool.owners and pool.lose(list(pool.owners) if rows is None else rows.tolist()):
+        if pool is not None and pool.lose(list(pool.rows) if rows is None else rows.tolist()):
             self._changed(partition)
 
     # who waits
@@ -295,6 +295,9 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
+        if isinstance(message, m.SelectGroups) and (pool := self.pools[message.partition]).num_due:
+            names = unlike_before(pool, needed(pool, message.least), message.most)
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, names))
         place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
         if reply is not None and self._lets_in(message):
@@ -321,7 +324,7 @@ class GroupPools:
                 return self._select(pool, message, session)
             case m.AwaitGroups(count=count):
                 found = pool.num_available
-                over = found >= pool.needed(count) or pool.nothing_comes
+                over = found >= needed(pool, count) or pool.nothing_comes
                 return m.Counted(message.rid, found) if over else None
         return self._give_refills(pool, message, session)
 
@@ -352,11 +355,11 @@ class GroupPools:
         return reply
 
     def _select(self, pool: PoolCore, message: m.SelectGroups, session: bytes) -> m.Reply | None:
-        needed = pool.needed(message.least)
+        least = needed(pool, message.least)
         accepts = partial(has_fields, self._tables.get(message.partition), message.fields) if message.fields else None
-        found, refused = pool.offered(needed, message.most, accepts)
+        found, refused = pool.offered(least, message.most, accepts)
         over = pool.nothing_comes and not refused and (bool(found) or pool.ends_with([]))
-        if len(found) < needed and not over:
+        if len(found) < least and not over:
             return None
         groups, num_sealed = [group for group, _ in found], pool.num_sealed
         kept = [pool.withheld(group) for group in groups]
@@ -582,19 +585,12 @@ class GroupPools:
         """Nobody is left who worked on something or had it. Rows that are not there are lost."""
         for partition, pool in self.pools.items():
             pool.forget_holders()
-            table, rows = self._tables.get(partition), np.array(list(pool.owners), np.int64)
+            table, rows = self._tables.get(partition), np.array(list(pool.rows), np.int64)
             pool.lose((rows if table is None else rows[table.slots_of(rows) < 0]).tolist())
             self._changed(partition)
 
     def check_invariants(self) -> None:
         """Pools agree with themselves, and leases with them; tests call this after each event."""
-        for partition, pool in self.pools.items():
-            held = [ticket for one in self._holdings.values() for ticket in one.tickets.get(partition, ())]
-            leases = [one for one in self._leases.values() if one.partition == partition]
-            check_pool(pool, leases, held, self._tables.get(partition))
-            assert sum(one.refills.get(partition, 0) for one in self._holdings.values()) <= pool.state.owed
-        assert {one.partition for one in self._leases.values()} <= self.pools.keys()
-        assert {one.partition for one in self._terms.values()} <= self.pools.keys()
-        assert {one.message.partition for one in self.parked} <= self.pools.keys()
-        held_of = {name for one in self._holdings.values() for name in (*one.tickets, *one.attempts, *one.refills)}
-        assert held_of <= self.pools.keys()
+        holders = [*self._leases.values(), *self._terms.values(), *(one.message for one in self.parked)]
+        assert {one.partition for one in holders} <= self.pools.keys()
+        check_pools(self.pools, self._holdings.values(), self._leases.values(), self._tables)

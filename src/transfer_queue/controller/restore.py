@@ -28,6 +28,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.groups import PoolCore
+from transfer_queue.groups.consistency import is_consistent
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
 
@@ -181,7 +182,7 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
     versions = WeightVersions.restored(saved.versions)
     steps = {name: TaskSteps.restored(one) for name, one in saved.steps.items()}
     pools = {name: PoolCore(one) for name, one in saved.pools.items()}
-    if not all(pool.is_consistent() for pool in pools.values()):
+    if not all(is_consistent(pool) for pool in pools.values()):
         refuse("groups")
     if not saved.series.keys() <= {one.name for one in saved.tables}:
         refuse("series of partitions")

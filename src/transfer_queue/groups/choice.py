@@ -1,4 +1,4 @@
-"""Which sealed groups are eligible at the pool's version, and in which order."""
+"""Which groups may be handed out at the pool's version, and in which order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) 
             if any(group.state == "open" and version - group.start >= _window(policy) for group in live):
                 return []
         case "cohort":
-            within = [group for group in live if _is_within(policy, version, group) and group.state != "lent"]
+            within = [group for group in live if _is_within(policy, version, group) and not group.is_held]
             first = min((group.judged_by(policy.judge) for group in within), default=0)
             sealed = [g for g in sealed if _is_within(policy, version, g) and g.judged_by(policy.judge) == first]
         case _:
@@ -31,6 +31,11 @@ def eligible(policy: GroupPolicy, version: int, groups: Iterable[SiblingGroup]) 
     elif policy.order == "freshest":
         sealed.sort(key=lambda group: -group.judged_by(policy.judge))
     return sealed
+
+
+def due_groups(groups: Iterable[SiblingGroup]) -> list[SiblingGroup]:
+    """Those that are to be handed out again, batch by batch, as they were."""
+    return sorted((group for group in groups if group.state == "due"), key=lambda group: (group.batch, group.place))
 
 
 def is_eligible(policy: GroupPolicy, version: int, group: SiblingGroup) -> bool:

@@ -34,6 +34,10 @@ class SourceCounters(msgspec.Struct):
         self.consumed += 1
         self.discarded_tokens += unused_tokens
 
+    def unconsume(self, unused_tokens: int) -> None:
+        self.consumed -= 1
+        self.discarded_tokens -= unused_tokens
+
     def fail(self, kind: str) -> None:
         self.failed_attempts[kind] = self.failed_attempts.get(kind, 0) + 1
 

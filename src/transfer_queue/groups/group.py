@@ -41,7 +41,9 @@ class SiblingGroup(msgspec.Struct):
     """`number`: of its arrival. `start`: the version of the weights when it was opened. `target`: the only version that
     may use it. `ticket`: the one it was opened with. `filtered`: its user does not want it. `times_sampled`: how often
     it was selected, without the times that it was given back. `is_surplus`: newer ones took its place while somebody
-    had it, so it goes when it comes back. `unused`: slots whose rows were held back when it was first selected."""
+    had it, so it goes when it comes back. `unused`: slots whose rows were held back when it was first selected.
+    `batch`, `place`: in which batch it was handed out last, and where in it. `is_again`: a trainer that went back to
+    an earlier step is to use it once more, as the group was then; until somebody has it, it is due."""
 
     name: str
     source: str
@@ -52,12 +54,20 @@ class SiblingGroup(msgspec.Struct):
     target: int | None
     ticket: int | None
     slots: list[Slot]
-    state: Literal["open", "sealed", "lent"] = "open"
+    state: Literal["open", "sealed", "lent", "due"] = "open"
     filtered: bool = False
     priority: float = 1.0
     times_sampled: int = 0
     is_surplus: bool = False
     unused: list[int] = []
+    batch: int = 0
+    place: int = 0
+    is_again: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has it, or is to get it again."""
+        return self.state in ("lent", "due")
 
     def slot(self, number: int) -> Slot:
         """`InvalidInput` when there is none."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from transfer_queue.errors import GroupEnded, GroupsShort, InvalidInput
-from transfer_queue.groups.choice import eligible, is_eligible, is_stale, may_serve, withheld
+from transfer_queue.errors import GroupEnded, InvalidInput
+from transfer_queue.groups.choice import due_groups, eligible, is_eligible, is_stale, may_serve, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
 from transfer_queue.groups.policy import GroupPolicy
 from transfer_queue.groups.priorities import check_priority, index_of
 from transfer_queue.groups.rate import SampleRate
 from transfer_queue.groups.state import PoolState
+from transfer_queue.groups.steps import GroupSteps
 from transfer_queue.groups.work import OpenWork
 
 
@@ -28,11 +28,13 @@ class PoolCore:
         self.owners = {row: group.name for group in state.groups.values() for row in group.rows}
         self.num_sealed = sum(group.state == "sealed" for group in state.groups.values())
         self.num_open = sum(group.state == "open" for group in state.groups.values())
+        self.num_due = sum(group.state == "due" for group in state.groups.values())
         self._num_surplus = sum(group.is_surplus for group in state.groups.values())
         self.num_inserted = sum(one.sealed for one in state.sources.values())
         self.rate = SampleRate(state.policy)
+        self.steps = GroupSteps(state.used_after)
         self._index = index_of(state.policy)
-        self._work = OpenWork(state.groups)
+        self.work = OpenWork(state.groups)
         for group in state.groups.values():
             self._offer(group)
 
@@ -48,6 +50,11 @@ class PoolCore:
     def groups(self) -> dict[str, SiblingGroup]:
         """Those that have not ended, in order of arrival."""
         return self.state.groups
+
+    @property
+    def rows(self) -> Set[int]:
+        """Of groups that have not ended, and of those that may be handed out once more."""
+        return self.owners.keys() | self.steps.owners.keys()
 
     def source(self, name: str) -> SourceCounters:
         return self.state.sources.setdefault(name, SourceCounters())
@@ -171,7 +178,7 @@ class PoolCore:
         )  # fmt: skip
         self.state.next_number += 1
         self.groups[name] = group
-        self._work.add(group)
+        self.work.add(group)
         self.num_open += 1
         self.source(source).opened += 1
         return group
@@ -181,7 +188,7 @@ class PoolCore:
         if name is not None:
             group = self.group(name)
             return [(name, slot) for slot in group.idle()][:count] if group.state == "open" else []
-        return self._work.idle(count)
+        return self.work.idle(count)
 
     def is_running(self, name: str, slot: int, attempt: int) -> bool:
         """Whether this attempt is under way."""
@@ -200,7 +207,7 @@ class PoolCore:
         """Nobody makes this attempt: others may claim its slot."""
         group = self.groups.get(name)
         if group is not None and group.unbegin(slot, attempt):
-            self._work.add(group)
+            self.work.add(group)
 
     def done(self, name: str, slot: int, attempt: int, result: Result) -> bool:
         """An attempt has its result; the last one seals the group. Whether it was news. Raises as `check`."""
@@ -235,9 +242,9 @@ class PoolCore:
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
             self.source(group.source).discarded_tokens += sum(result.tokens for result in group.results)
             self._forget_rows(group.start_over())
-            self._work.add(group)
+            self.work.add(group)
         else:
-            self._work.add(group)
+            self.work.add(group)
             self._seal(group)
 
     def _seal(self, group: SiblingGroup) -> None:
@@ -253,10 +260,10 @@ class PoolCore:
     def _make_room(self) -> None:
         """Where more groups are there than the policy keeps, the oldest goes; when it comes back, if it is lent."""
         capacity = math.inf if self.policy.capacity is None else self.policy.capacity
-        if self.num_sealed + self.num_lent - self._num_surplus > capacity:
+        if self.num_sealed + self.num_held - self._num_surplus > capacity:
             kept = (group for group in self.groups.values() if group.state != "open" and not group.is_surplus)
             oldest = next(kept)
-            if oldest.state == "lent":
+            if oldest.is_held:
                 oldest.is_surplus = True
                 self._num_surplus += 1
             else:
@@ -285,26 +292,6 @@ class PoolCore:
             group.filtered = True
             self._judge(group)
 
-    def retarget(self, name: str, target: int) -> None:
-        """A group takes the place of one that its version lacks; another may be started in its own place.
-
-        `InvalidInput` unless that version lacks one, and the group is of a later one.
-        """
-        group = self.group(name)
-        if self.policy.serve != "target" or group.ticket is None or group.target is None:
-            raise InvalidInput(f"group {name!r} is for no version")
-        if group.state == "lent" or not self.version <= target < group.target:
-            raise InvalidInput(f"group {name!r} of version {group.target} cannot be one of {target}")
-        free = [one for one in self.state.returned if self.target_of(one) == target]
-        if free:
-            self.state.returned.remove(free[0])
-        elif self.state.excused.get(target):
-            self.state.excused[target] -= 1
-        else:
-            raise InvalidInput(f"version {target} lacks no group")
-        self.state.returned.append(group.ticket)
-        group.ticket, group.target = free[0] if free else None, target
-
     # judging
 
     def advance(self, version: int) -> None:
@@ -321,7 +308,7 @@ class PoolCore:
     def _judge(self, group: SiblingGroup) -> None:
         if group.state == "lent":
             return
-        old = is_stale(self.policy, self.version, group)
+        old = group.state != "due" and is_stale(self.policy, self.version, group)
         if group.state == "open":
             if self.policy.aborts and old:
                 self._evict(group, ["aborted"])
@@ -331,8 +318,9 @@ class PoolCore:
         if reasons:
             self._evict(group, reasons)
 
-    def lose(self, rows: Iterable[int]) -> bool:
+    def lose(self, rows: Sequence[int]) -> bool:
         """These rows are gone: so are the groups that have them, for a fragment is no group. Whether there are some."""
+        self.steps.lose(rows)
         names = {name for row in rows if (name := self.owners.get(row)) is not None}
         for name in sorted(names, key=lambda name: self.groups[name].number):
             self._evict(self.groups[name], ["cleared"])
@@ -358,6 +346,7 @@ class PoolCore:
     def _end(self, group: SiblingGroup) -> None:
         self.num_open -= group.state == "open"
         self.num_sealed -= group.state == "sealed"
+        self.num_due -= group.state == "due"
         self._num_surplus -= group.is_surplus
         self._withdraw(group)
         del self.groups[group.name]
@@ -388,6 +377,9 @@ class PoolCore:
         """`least` to `most` groups that may be handed out now and are accepted, best first, each with the probability
         of its draw (1 where nothing is drawn); none where there are fewer, unless no more will come. And whether there
         were some that are not accepted yet. `accepts` None: all are."""
+        if due := self.due():
+            accepted = [group for group in due if accepts is None or accepts(group)]
+            return ([(group, 1.0) for group in due], False) if len(accepted) == len(due) else ([], True)
         left = self.samples_left()
         if self.num_sealed < min(least, 1) or (left < least and not self.nothing_comes):
             return [], False
@@ -396,18 +388,23 @@ class PoolCore:
         enough = len(found) >= least or self.nothing_comes
         return found if enough else [], bool(refused)
 
+    def due(self) -> list[SiblingGroup]:
+        """The next batch that is to be handed out again, as it was."""
+        due = due_groups(self.groups.values()) if self.num_due else []
+        return [group for group in due if group.batch == due[0].batch]
+
     @property
     def num_available(self) -> int:
         """How many groups may be handed out now to who takes as many as there are."""
-        if not self.num_sealed:
-            return 0
+        if self.num_due or not self.num_sealed:
+            return len(self.due())
         found = sum(self.policy.order != "weighted" or one.priority > 0.0 for one in self.eligible())
         return int(min(found, self.samples_left()))
 
     def ends_with(self, groups: Sequence[SiblingGroup]) -> bool:
         """Whether nobody gets a group after these, which are lent: none will be sealed or given back, and none that is
         there can become eligible."""
-        if not self.nothing_comes or self.num_lent > len(groups):
+        if not self.nothing_comes or self.num_held > len(groups):
             return False
         uses = self.policy.max_times_sampled
         sealed = (group for group in self.groups.values() if group.state == "sealed")
@@ -457,53 +454,38 @@ class PoolCore:
         picked = self._index.pick(most, is_served, self.state.draws)
         return [(self.groups[one.name], one.probability) for one in picked]
 
-    def needed(self, least: int) -> int:
-        """How many groups are enough for who asks for `least`: a version may be smaller, and a part of it be taken.
-        Raises `GroupsShort`."""
-        excused = self.state.excused.get(self.version, 0)
-        if not excused:
-            return least
-        left = self.policy.groups_per_version - excused
-        if left < self.policy.least:
-            raise GroupsShort(
-                f"version {self.version} has {left} groups left of {self.policy.groups_per_version}, "
-                f"its floor is {self.policy.least}"
-            )
-        return min(least, max(1, self._to_come(self.version))) if left else 0
-
-    def _to_come(self, target: int) -> int:
-        """How many groups of a version nobody has or had: those that are there, and those that may be opened."""
-        state, size = self.state, self.policy.groups_per_version
-        there = sum(group.target == target and group.state != "lent" for group in self.groups.values())
-        if state.ended:
-            return there
-        first = (target - state.base) * size
-        given = sum(self.target_of(ticket) == target for ticket in (*state.returned, *state.reserved))
-        return there + given + min(size, max(0, first + size - state.next_ticket))
-
     @property
     def nothing_comes(self) -> bool:
         """Whether no group will be sealed any more."""
         return self.state.ended and not self.num_open
 
     @property
-    def num_lent(self) -> int:
+    def num_held(self) -> int:
+        """How many groups somebody has, or is to get again."""
         return len(self.groups) - self.num_open - self.num_sealed
+
+    @property
+    def num_lent(self) -> int:
+        return self.num_held - self.num_due
 
     def withheld(self, group: SiblingGroup) -> list[int]:
         """The slots whose rows are held back."""
-        return withheld(self.policy, self.version, group)
+        return group.unused if group.is_again else withheld(self.policy, self.version, group)
 
     def lend(self, groups: Sequence[SiblingGroup]) -> None:
-        """These sealed groups are somebody's now. `InvalidInput` for others."""
-        for group in groups:
-            if group.state != "sealed":
+        """These groups, which are sealed or due, are somebody's now. `InvalidInput` for others."""
+        self.state.batches += 1
+        for place, group in enumerate(groups):
+            if group.state not in ("sealed", "due"):
                 raise InvalidInput(f"group {group.name!r} is {group.state}")
+            self.num_sealed -= group.state == "sealed"
+            self.num_due -= group.state == "due"
             group.state = "lent"
             group.times_sampled += 1
             if group.times_sampled == 1:  # later versions hold back these, too
                 group.unused = self.withheld(group)
-            self.num_sealed -= 1
+            if not group.is_again:
+                group.batch, group.place = self.state.batches, place
             self.state.sampled += 1
             self.state.draws += self.policy.order == "weighted"
             self._withdraw(group)
@@ -514,16 +496,25 @@ class PoolCore:
         return self.version - group.judged_by(self.policy.judge)
 
     def release(self, names: Iterable[str]) -> None:
-        """Whoever had these did not use them: they are judged again."""
+        """Whoever had these did not use them: they are judged again, or due as they were. Those that are due are
+        judged again, too: nobody is to get them in the batches of before."""
         for name in names:
             group = self.groups.get(name)
             if group is not None and group.state == "lent":
                 group.times_sampled -= 1
                 self.state.sampled -= 1
                 self._return_lent(group)
+            elif group is not None and group.state == "due":
+                self.num_due -= 1
+                group.is_again = False
+                self._return_lent(group)
 
     def _return_lent(self, group: SiblingGroup) -> None:
-        """It is offered again, unless the policy gives it up now."""
+        """It is offered again, unless the policy gives it up now, or is due again."""
+        if group.is_again:
+            group.state = "due"
+            self.num_due += 1
+            return
         group.state = "sealed"
         self.num_sealed += 1
         self._offer(group)
@@ -547,8 +538,28 @@ class PoolCore:
             self._end(group)
             self._settle(group)
             self._disown(group.rows)
-            self.discarded += group.rows if clears else []
+            self.discarded += self.steps.use_up(group, clears)
             self.state.remember(name, "consumed")
+
+    # steps
+
+    def mark(self, step: int) -> None:
+        """A trainer may come back to this step, and to what is used up from now on. Raises as `GroupSteps.mark`."""
+        self.discarded += self.steps.mark(step, self.policy)
+
+    def revive(self, groups: Iterable[SiblingGroup]) -> None:
+        """These, which were used up, are due."""
+        for group in groups:
+            self.state.fates.pop(group.name, None)
+            self.groups[group.name] = group
+            self.owners.update(dict.fromkeys(group.rows, group.name))
+            self.source(group.source).unconsume(group.unused_tokens)
+            group.state, group.is_again, self.num_due = "due", True, self.num_due + 1
+            group.times_sampled -= 1
+            self.state.sampled -= 1
+        arrived = sorted(self.groups.values(), key=lambda one: one.number)
+        self.groups.clear()  # and not another dict: others look at this one, too
+        self.groups.update({one.name: one for one in arrived})
 
     @property
     def in_use(self) -> bool:
@@ -560,6 +571,7 @@ class PoolCore:
         for group in list(self.groups.values()):
             self._end(group)
             self._forget_rows(group.rows)
+        self.discarded += self.steps.forget()
 
     def number_attempts(self, first: int) -> None:
         """Those that begin from now on have this number or a higher one."""
@@ -572,29 +584,5 @@ class PoolCore:
         for group in self.groups.values():
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
-            self._work.add(group)
+            self.work.add(group)
         self.release(list(self.groups))
-
-    def is_consistent(self) -> bool:
-        """Whether groups, rows, tickets and counters agree: so after each event, and in a state that is loaded."""
-        live, state = list(self.groups.values()), self.state
-        counts = [sum(group.state == kind for group in live) for kind in ("open", "sealed")]
-        rows = [row for group in live for row in group.rows]
-        tickets = [group.ticket for group in live if group.ticket is not None] + [*state.returned, *self.state.reserved]
-        by_source = Counter(group.source for group in live)
-        return (
-            counts == [self.num_open, self.num_sealed]
-            and all(group.name == name and group.is_sound for name, group in state.groups.items())
-            and len(rows) == len(self.owners) == len(set(rows))
-            and not state.groups.keys() & state.fates.keys()
-            and len(set(tickets)) == len(tickets)
-            and all(0 <= ticket < state.next_ticket for ticket in tickets)
-            and by_source.keys() <= state.sources.keys()
-            and all(one.opened == by_source[name] + one.consumed + one.evicted for name, one in state.sources.items())
-            and all(group.number < state.next_number for group in live)
-            and self.num_inserted == sum(one.sealed for one in state.sources.values())
-            and sum(group.times_sampled for group in live) <= state.sampled
-            and state.forgiven >= 0.0
-            and self._work.has(live)
-            and all(group.state == "lent" or not group.is_surplus for group in live)
-        )

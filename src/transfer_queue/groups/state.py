@@ -8,6 +8,7 @@ import msgspec
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import Fate, SiblingGroup
 from transfer_queue.groups.policy import GroupPolicy
+from transfer_queue.groups.steps import UsedGroup
 
 REMEMBERED = 16_384  # groups that have ended
 
@@ -18,7 +19,8 @@ class PoolState(msgspec.Struct):
     with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
     `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
     have ended, the latest. `sampled`: groups that were selected in total, less those that were given back. `draws`:
-    what the next draw is named by. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes."""
+    what the next draw is named by. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes.
+    `batches`: how many times groups were handed out. `used_after`: see `GroupSteps`."""
 
     policy: GroupPolicy
     base: int
@@ -38,6 +40,8 @@ class PoolState(msgspec.Struct):
     sampled: int = 0
     draws: int = 0
     forgiven: float = 0.0
+    batches: int = 0
+    used_after: dict[int, list[UsedGroup]] = {}
 
     def remember(self, name: str, fate: Fate) -> None:
         self.fates[name] = fate

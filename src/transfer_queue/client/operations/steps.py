@@ -37,15 +37,16 @@ def checkpoint(
         raise InvalidInput("the rows are of several lives of the service")
     service_id = leases[0][2] if leases else b""
     named: list[tuple[int, bytes | None]] = [(lease, rows) for lease, rows, _ in leases]
-    yield Call(m.MarkStep(session.next_rid(), _number(step), _names(tasks), named, service_id))
+    yield Call(m.MarkStep(session.next_rid(), step_number(step), _names(tasks), named, service_id))
 
 
 def resume(session: Session, step: int, tasks: Sequence[str]) -> Operation[Resumed]:
-    reply = (yield Call(m.ResumeStep(session.next_rid(), _number(step), _names(tasks))))[0]
+    reply = (yield Call(m.ResumeStep(session.next_rid(), step_number(step), _names(tasks))))[0]
     return Resumed(reply.batches, reply.rows, reply.lost)
 
 
-def _number(step: int) -> int:
+def step_number(step: int) -> int:
+    """`InvalidInput` for what numbers no step."""
     number = whole_number(step, "step")
     if not 0 <= number < MAX_STEP:
         raise InvalidInput(f"step {step!r}: expected a whole number from 0")
@@ -60,7 +61,7 @@ def _names(tasks: Sequence[str]) -> list[str]:
 
 def get_step(session: Session, task_name: str, step: int | None) -> Operation[list[BatchMeta]]:
     taken: m.StepTaken = (
-        yield Call(m.GetStep(session.next_rid(), task_name, None if step is None else _number(step)))
+        yield Call(m.GetStep(session.next_rid(), task_name, None if step is None else step_number(step)))
     )[0]
     return [batch_meta(session.service_id, batch.there, batch.partition) for batch in taken.batches]
 

@@ -91,13 +91,16 @@ from transfer_queue.wire.messages.groups import IssueTickets as IssueTickets
 from transfer_queue.wire.messages.groups import LendGroups as LendGroups
 from transfer_queue.wire.messages.groups import LentGroup as LentGroup
 from transfer_queue.wire.messages.groups import LentMember as LentMember
+from transfer_queue.wire.messages.groups import MarkPool as MarkPool
 from transfer_queue.wire.messages.groups import NumberedTicket as NumberedTicket
 from transfer_queue.wire.messages.groups import OpenGroup as OpenGroup
 from transfer_queue.wire.messages.groups import OpenPool as OpenPool
+from transfer_queue.wire.messages.groups import PoolResumed as PoolResumed
 from transfer_queue.wire.messages.groups import PrioritizeGroups as PrioritizeGroups
 from transfer_queue.wire.messages.groups import ReleaseGroups as ReleaseGroups
 from transfer_queue.wire.messages.groups import RemovePool as RemovePool
 from transfer_queue.wire.messages.groups import RenewGroups as RenewGroups
+from transfer_queue.wire.messages.groups import ResumePool as ResumePool
 from transfer_queue.wire.messages.groups import RetargetGroup as RetargetGroup
 from transfer_queue.wire.messages.groups import ReturnTickets as ReturnTickets
 from transfer_queue.wire.messages.groups import SelectGroups as SelectGroups
@@ -220,7 +223,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 
 ClientMessage: TypeAlias = (
@@ -235,14 +238,14 @@ ClientMessage: TypeAlias = (
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
     | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool | UnstartSlots
-    | ListTags
+    | ListTags | MarkPool | ResumePool
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
     | StepResumed | StepTaken | Tickets | SlotsClaimed | SlotsFinished | GroupsLent | CellDigests | KeyVersions
-    | ServiceOverview | CellMap | RowInspected | TagColumns
+    | ServiceOverview | CellMap | RowInspected | TagColumns | PoolResumed
 )  # fmt: skip
 
 
@@ -303,7 +306,7 @@ MUTATING = frozenset((
     Ack, Release, Nack, Requeue, Announce, Admit, GiveBack, Lock, Unlock, MarkStep, ResumeStep,
     OpenPool, TakeTickets, ReturnTickets, OpenGroup, ClaimSlots, FinishSlots, FailSlots, FilterGroups,
     RetargetGroup, AdvancePool, EndPool, SelectGroups, AckGroups, ReleaseGroups, TakeRefills,
-    OpenPartition, FinishPartition, PrioritizeGroups, RemovePool,
+    OpenPartition, FinishPartition, PrioritizeGroups, RemovePool, MarkPool, ResumePool,
 ))  # fmt: skip
 
 # They change nothing, so no standby hears of them, and what they are asked at is no time of an event.

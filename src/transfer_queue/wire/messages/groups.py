@@ -128,7 +128,7 @@ class PrioritizeGroups(Request):
 
 
 class RetargetGroup(Request):
-    """See `PoolCore.retarget`."""
+    """See `groups.shortfall.retarget`."""
 
     partition: str
     group: str
@@ -154,6 +154,28 @@ class RemovePool(Request):
 
     partition: str
     discards: bool
+
+
+class MarkPool(Request):
+    """What was used up since the last mark is what was used up for `step`. Rows that were to be cleared go."""
+
+    partition: str
+    step: int
+
+
+class ResumePool(Request):
+    """What was handed out after `step` is handed out again, in the batches and the order of before (`PoolResumed`)."""
+
+    partition: str
+    step: int
+
+
+class PoolResumed(Reply):
+    """So many batches, with so many groups, are handed out again. `lost`: groups of which rows are gone."""
+
+    batches: int
+    groups: int
+    lost: int
 
 
 class SelectGroups(Request):
