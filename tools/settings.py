@@ -118,7 +118,8 @@ HEAD = """\
 sections: `tq.init({"client": {"timeout_s": 60}})`, in errors `client.timeout_s`. Where a setting has an environment
 variable, that counts while the setting is null. `tq serve --config FILE` takes the same as YAML. The settings of a
 service are those of the process that starts it; who attaches with others is warned (`ConfigMismatch`). An unknown name
-gives a `ConfigWarning`, a wrong value a `ConfigError`; both name it.
+gives a `ConfigWarning`, a wrong value a `ConfigError`; both name it. An environment variable
+that is probably a slip for one of ours gives a `ConfigWarning`, too.
 """
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
 from transfer_queue.errors import ConfigError, TransferQueueError
+from transfer_queue.names import near
 from transfer_queue.sampler import resolve
 from transfer_queue.server.settings import (
     AWAY_S,
@@ -36,6 +37,13 @@ SECTIONS = (
     "metrics", "controller", "controller.staleness", "backend", "backend.SimpleStorage",
     "backend.SimpleStorage.ssd_offload", "backend.Files", "backend.MooncakeStore", "backend.Yuanrong",
     "client", "server",
+)  # fmt: skip
+
+
+VARIABLES = (
+    "TQ_ADDRESS", "TQ_RUN_DIR", "TQ_PRE_ALLOC_SAMPLE_NUM", "TQ_NUM_THREADS", "TQ_LOGGING_LEVEL", "TQ_ALLOW_PICKLE",
+    "TQ_TRACE", "TQ_OTEL", "TQ_TOKEN", "TQ_TOKEN_FILE", "TQ_UNIT_TOKEN", "TQ_UNIT_TOKEN_FILE", "TQ_WEIGHTS_ROOT",
+    "TQ_ZERO_COPY_SERIALIZATION",
 )  # fmt: skip
 
 
@@ -153,6 +161,16 @@ def unknown(conf: Any) -> Iterator[str]:
 def _warn(conf: Any) -> None:
     for text in unknown(conf):
         warnings.warn(text, ConfigWarning, stacklevel=2)
+
+
+def warn_of_slips() -> None:
+    """Warn of each environment variable that is probably a slip for one of ours. A process with a misspelt TQ_ADDRESS
+    starts a service of its own, and nothing else says that it is not the job's. Others may have names like ours."""
+    for name in sorted(os.environ):
+        meant = near(name, VARIABLES) if name.startswith("TQ") and name not in VARIABLES else None
+        if meant is not None:
+            text = f"the environment variable {name} has no effect; the nearest one is {meant}"
+            warnings.warn(text, ConfigWarning, stacklevel=3)
 
 
 class ConfigMismatch(UserWarning):

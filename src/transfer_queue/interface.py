@@ -83,6 +83,7 @@ def init(conf: Any = None) -> Any:
         if _TQ_CLIENT is not None and not _still_attached(_TQ_CLIENT):
             _leave_the_dead()
         if _TQ_CLIENT is None:
+            settings.warn_of_slips()
             full = settings.merged(conf)
             pickling = settings.pickling(full)
             _log_as_told()

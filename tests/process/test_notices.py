@@ -255,6 +255,23 @@ def test_what_was_waited_for_comes_after_the_notice(
     writer.finish()
 
 
+def test_many_tasks_that_wait_for_the_same_are_one_line(
+    service: Callable[..., tq.TransferQueueClient], lines: Callable[[], list[str]]
+) -> None:
+    client = service(**notices(0.2))
+    client.put({"x": [1]}, partition_id="p")
+
+    async def fetch(task: str) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await client.async_get_meta(["x"], 4, "p", task_name=task, timeout_s=0.6)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(fetch("t") for _ in range(16)), fetch("u"))
+
+    asyncio.run(all_of_them())
+    assert sorted(line.partition("for task ")[2][:3] for line in lines()) == ["'t'", "'u'"]
+
+
 def test_a_put_that_waits_for_memory_logs_it(
     service: Callable[..., tq.TransferQueueClient], lines: Callable[[], list[str]]
 ) -> None:

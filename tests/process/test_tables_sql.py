@@ -152,8 +152,11 @@ def test_who_asks_for_the_tables_hears_where_they_are_listed(query: str) -> None
 
 
 def test_unknown_tables_and_columns_are_named(train: str) -> None:
-    with pytest.raises(InvalidInput, match="nowhere"):
+    with pytest.raises(InvalidInput, match=r"^SQL: partition 'nowhere' does not exist$"):
         tq.sql("select * from nowhere")
+    tq.kv_put("k", "slips", {"x": torch.ones(1)})
+    with pytest.raises(InvalidInput, match=r"^SQL: partition 'silps' does not exist; the nearest is 'slips'$"):
+        tq.sql("select * from silps")
     with pytest.raises(InvalidInput, match="rewards"):
         tq.sql(f'select rewards from "{train}"')
     with pytest.raises(InvalidInput, match="a query is a string"):

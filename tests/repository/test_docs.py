@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_every_environment_variable_of_the_package_is_on_the_page() -> None:
         for name in re.findall(r'["\'](TQ_[A-Z_]+)["\']', file.read_text(encoding="utf-8"))
     }
     told = set(re.findall(r"^\| `(TQ_[A-Z_]+)`", of_docs("settings.md"), re.MULTILINE))
-    assert told - {"TQ_TOKEN_FILE", "TQ_UNIT_TOKEN_FILE"} == read
+    assert told == read == set(config.VARIABLES)
 
 
 def test_every_error_has_an_entry_in_troubleshooting() -> None:
@@ -195,3 +196,47 @@ def test_every_page_with_code_that_can_run_is_run_by_make_check() -> None:
     with_code = [page for page in pages if "\n```python\n" in (ROOT / page).read_text(encoding="utf-8")]
     assert len(with_code) > 10
     assert [page for page in with_code if not any(fnmatch(str(page), one) for one in run)] == []
+
+
+def test_the_page_of_weights_says_where_each_name_of_its_code_comes_from() -> None:
+    of_the_reader = {
+        "bytes_of", "dist", "draft", "model", "module", "rank", "send", "token", "url_a", "url_b", "url_c", "x",
+    }  # fmt: skip
+    used, known = set[str](), of_the_reader | set(dir(builtins))
+    for code in re.findall(r"^```py\n(.*?)^```", of_docs("weights.md"), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                known |= {one.name for one in node.names}
+                if (node.module or "").startswith("transfer_queue.weights"):
+                    exec(ast.unparse(node), {})
+            elif isinstance(node, ast.Import):
+                known |= {(one.asname or one.name).split(".")[0] for one in node.names}
+            elif isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else known).add(node.id)
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                known.add(node.name)
+            elif isinstance(node, ast.arg):
+                known.add(node.arg)
+    assert used - known == set()
+
+
+def test_modules_that_the_pages_name_are_there() -> None:
+    named = {
+        found
+        for page in (ROOT / "docs").rglob("*.md")
+        for found in re.findall(
+            r"[`# ]((?:transfer_queue\.)?(?:weights|integrations)(?:\.\w+)+)", page.read_text(encoding="utf-8")
+        )
+    }
+    assert len(named) > 5
+    missing = [one for one in sorted(named) if not _is_there(f"transfer_queue.{one.removeprefix('transfer_queue.')}")]
+    assert missing == []
+
+
+def _is_there(name: str) -> bool:
+    """A module, or a name in one. No framework need be installed, so the last part is looked for in the text."""
+    path = PACKAGE.parent / name.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    home = path.parent / "__init__.py" if path.parent.is_dir() else path.parent.with_suffix(".py")
+    return home.is_file() and re.search(rf"\b{path.name}\b", home.read_text(encoding="utf-8")) is not None

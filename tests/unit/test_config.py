@@ -140,6 +140,18 @@ def test_free_sections_take_any_key() -> None:
         started_with({"backend": {"Yuanrong": {"ucx_env_vars": {"UCX_TLS": "rc_x"}}}})
 
 
+def test_a_variable_that_is_probably_a_slip_is_named_with_the_one_that_was_meant(
+    service: Callable[..., tq.TransferQueueClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TQ_ADRESS", "TQ_HISTORY_SEED", "TQDM_DISABLE", "TQ_STORAGE_ZMQ_BACKLOG", "TQ_TRACES"):
+        monkeypatch.setenv(name, "1")
+    with pytest.warns(ConfigWarning) as seen:
+        service()
+    assert [re.findall("TQ_[A-Z]+", str(one.message)) for one in seen] == [
+        ["TQ_ADRESS", "TQ_ADDRESS"], ["TQ_TRACES", "TQ_TRACE"],
+    ]  # fmt: skip
+
+
 def test_init_warns_and_starts(service: Callable[..., tq.TransferQueueClient]) -> None:
     with pytest.warns(ConfigWarning, match=r"server\.hots .* server\.host"):
         client = service(server={"hots": "0.0.0.0"})

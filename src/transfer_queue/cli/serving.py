@@ -38,6 +38,7 @@ def serve(
     from transfer_queue import config as settings
     from transfer_queue.launch import local
 
+    settings.warn_of_slips()
     full = merged(conf)
     if host is not None or join is not None:
         full.server.host, full.server.port, full.server.join = host, port, join

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -10,12 +9,10 @@ import msgspec
 
 from transfer_queue.codec.values import Lifting
 from transfer_queue.errors import ProtocolError, UnsupportedValue
-from transfer_queue.wire import handshake
+from transfer_queue.wire import handshake, notices
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address
 from transfer_queue.wire.blocking import MIN_WAIT_S, FrameSocket, dial, within
-
-log = logging.getLogger("transfer_queue")
 
 _lifting = Lifting()
 _decode = msgspec.msgpack.Decoder(m.ServerMessage, ext_hook=_lifting._lift).decode
@@ -97,7 +94,7 @@ class Connection:
         place, what, end = within(into), type(request).__name__, time.monotonic() + timeout_s
         reply, data = self._frames.receive(timeout_s, place, what)
         while isinstance(reply, m.Waiting):
-            log.warning("%s", reply.text)
+            notices.say(self.welcome.service, reply.text)
             reply, data = self._frames.receive(max(MIN_WAIT_S, end - time.monotonic()), place, what)
         if getattr(reply, "rid", None) != request.rid:
             raise ProtocolError(f"answer {reply!r} to another request")

@@ -7,6 +7,7 @@ extensions nor change that.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from transfer_queue.background_call import BackgroundCall
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.errors import Aborted, InvalidInput, TransferQueueError
+from transfer_queue.names import hint
 from transfer_queue.tables.partition_table import PartitionTable, table
 from transfer_queue.wire import messages as m
 
@@ -28,6 +30,7 @@ CLOSED = {
 }  # fmt: skip
 UNNAMED = {"STAR", "POSITIONAL_REFERENCE", "SHOW_REF", "PIVOT"}  # of a parsed query: what names no columns
 LOCKED = ("SET python_enable_replacements=false", "SET lock_configuration=true")
+UNKNOWN_TABLE = re.compile(r"Table with name (.*) does not exist!", re.DOTALL)
 FOREVER_S = 1e6
 ENDS_S = 1.0  # a query that is called off, unless it waits for the service
 
@@ -94,7 +97,7 @@ class RunningQuery:
             for one in found:
                 if one.failed is not None:
                     raise one.failed from None
-            raise InvalidInput(f"SQL: {error}") from None
+            raise InvalidInput(f"SQL: {_in_words(self._session, error)}") from None
 
 
 class Named:
@@ -136,6 +139,19 @@ def _named(connection: Any, query: str) -> Named:
     return found
 
 
+def _in_words(session: Session, error: Exception) -> str:
+    """What DuckDB says. It knows no partitions, so of a table that is not there it would name one of its own."""
+    missing = UNKNOWN_TABLE.search(str(error)) if isinstance(error, duckdb.CatalogException) else None
+    if missing is None:
+        return str(error)
+    return f"partition {missing[1]!r:.200} does not exist{hint(missing[1], _partitions(session))}"
+
+
+def _partitions(session: Session) -> list[str]:
+    names: list[str] = session.call(Call(m.ListPartitions(session.next_rid())))[0].names
+    return names
+
+
 def _table(session: Session, partition: str, named: Named) -> PartitionTable:
     """The table of a partition; of tags, the most costly columns, only those that are named."""
     return table(session, partition, named=named.columns if named.is_all else None)
@@ -154,7 +170,7 @@ def _tables(session: Session, names: Iterable[str]) -> dict[str, str]:
 
     Raises `InvalidInput` where that leaves several.
     """
-    known: list[str] = session.call(Call(m.ListPartitions(session.next_rid())))[0].names
+    known = _partitions(session)
     found: dict[str, str] = {}
     for name in names:
         alike = [one for one in known if one.casefold() == name.casefold()]

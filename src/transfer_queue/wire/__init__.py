@@ -7,6 +7,7 @@
     visitors              those who connect to such a socket, each in a thread of its own
     blocking              the calling end in a thread: one request at a time; servers of weights, too
     aio                   the calling end on an event loop: many requests in flight
+    notices               what calls wait for, in the log of their process
     arena_fds             the two messages that hand out an arena's descriptor, and how one is received
     arrays, lives         numbers as they travel; what names the life that a row's number is from
     address, token        where a server is, and what opens it

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from transfer_queue.errors import DeadlineExceeded, ProtocolError, ServiceUnavailable, TransferQueueError, kept
-from transfer_queue.wire import handshake
+from transfer_queue.wire import handshake, notices
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, tune
 from transfer_queue.wire.framing import CHECKED_NBYTES, UNREADABLE, FrameReader, frame, unsendable
@@ -262,7 +262,7 @@ class AsyncConnection(asyncio.BufferedProtocol):
         if self._pushed is not None:
             self._pushed(message)
         elif message.rid in self._waiting:
-            log.warning("%s", message.text)
+            notices.say(self.welcome.service, message.text)
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = f": {error}" if error else ""
