@@ -402,7 +402,9 @@ def test_get_data_is_writable_whatever_its_size(shared: tq.TransferQueueClient, 
     assert again["small"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_copy_of_rows_of_one_shape_in_a_field_that_differs_further_in(shared: tq.TransferQueueClient, part: str) -> None:
+def test_a_copy_of_rows_of_one_shape_in_a_field_that_differs_further_in(
+    shared: tq.TransferQueueClient, part: str
+) -> None:
     x = torch.randn(8, 2, 9_000)
     meta = shared.put({"x": x}, partition_id=part)
     shared.put({"x": [torch.randn(2, 5), torch.randn(2, 7)]}, partition_id=part)
