@@ -239,11 +239,16 @@ def _opened(directory: str | os.PathLike[str]) -> tuple[DumpedRows, SavedFolder]
 
 
 def _check_types(session: Session, found: DumpedRows) -> None:
-    """`SchemaConflict` where a field of the dump cannot lie beside what the partition holds."""
+    """`SchemaConflict` where a field of the dump cannot lie beside what the partition holds. A field of several kinds,
+    there or in the dump, takes any: a load that failed in between has left some of them."""
     info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), found.partition_id)))[0]
     strict = is_on(session, "strict_schema", None)
-    held = {field.name: field for field in info.schema if strict or field.kind != MIXED}
-    for new in (field for shard in found.shards for field in shard.schema):
+    dumped: dict[str, FieldSchema] = {}
+    for shard in found.shards:
+        dumped |= {field.name: dumped.get(field.name, field).merged(field) for field in shard.schema}
+    mixed = {field.name for field in (*info.schema, *dumped.values()) if field.kind == MIXED and not strict}
+    held = {field.name: field for field in info.schema}
+    for new in (field for shard in found.shards for field in shard.schema if field.name not in mixed):
         reason = held[new.name].conflict(new) if new.name in held else None
         if reason is not None:
             raise SchemaConflict(f"partition {found.partition_id!r}: {reason}")

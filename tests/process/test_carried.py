@@ -177,6 +177,28 @@ def test_a_client_does_not_read_what_it_cleared(shared: TransferQueueClient, par
         shared.get_data(fetched)
 
 
+@pytest.mark.parametrize("end", ["ack", "remove", "advance", "filter"])
+def test_a_client_does_not_read_what_it_cleared_of_a_pool(shared: TransferQueueClient, part: str, end: str) -> None:
+    reading(shared, part)
+    pool = tq.group_pool(part, tq.GroupPolicy.windowed(0))
+    pool.open("g", 1)
+    pool.finish(pool.claim(1)[0], {"x": torch.tensor([[1.0]])})
+    batch = pool.select(1) if end == "ack" else None
+    fetched = fetch(shared, part)
+    assert came(fetched)
+    if batch is not None:
+        pool.ack(batch, clear=True)
+    elif end == "advance":
+        pool.advance(9)
+    elif end == "filter":
+        pool.filter(["g"])
+    else:
+        pool.remove(discard=True)
+    with pytest.raises(StorageKeyNotFoundError):
+        shared.get_data(fetched)
+    pool.remove(discard=True)
+
+
 def test_a_write_that_began_before_the_fetch_and_ended_after_it_is_read(
     shared: TransferQueueClient, other: TransferQueueClient, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -402,6 +402,17 @@ def test_get_data_is_writable_whatever_its_size(shared: tq.TransferQueueClient, 
     assert again["small"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_copy_of_rows_of_one_shape_in_a_field_that_differs_further_in(
+    shared: tq.TransferQueueClient, part: str
+) -> None:
+    x = torch.randn(8, 2, 9_000)
+    meta = shared.put({"x": x}, partition_id=part)
+    shared.put({"x": [torch.randn(2, 5), torch.randn(2, 7)]}, partition_id=part)
+    rows = shared.get_data(meta, copy=True)["x"].unbind()
+    assert [row.shape for row in rows] == [(2, 9_000)] * 8
+    assert all(map(torch.equal, rows, x))
+
+
 def test_get_data_fills_out(shared: tq.TransferQueueClient, part: str) -> None:
     x = torch.randn(6, 50_000)
     meta = shared.put(batch(6, x=x, y=torch.arange(6)), partition_id=part)

@@ -294,6 +294,21 @@ def test_types_that_conflict_are_refused_before_anything_changes(shared: tq.Tran
     assert rows(["b"], "types", "x") == [[1.5]]
 
 
+def test_rows_of_several_kinds_are_completed_where_some_of_them_are_there(
+    shared: tq.TransferQueueClient, place: Path
+) -> None:
+    values: dict[str, Any] = {"a": "text", "b": torch.tensor([3]), "c": torch.tensor([1.5])}
+    for key, value in values.items():
+        tq.kv_put(key, "kinds", fields={"x": value})
+    tq.dump_data_by_key(place, list(values), "kinds")
+    for left in values:  # as a load does that failed in between
+        shared.clear_partition("kinds")
+        tq.kv_put(left, "kinds", fields={"x": values[left]})
+        tq.load_data_by_key(place)
+        assert tq.kv_batch_get("a", "kinds").get("x").tolist() == ["text"]
+        assert [rows([key], "kinds", "x") for key in ("b", "c")] == [[[3]], [[1.5]]]
+
+
 def test_a_load_that_finds_damage_late_gives_its_blocks_back(shared: tq.TransferQueueClient, place: Path) -> None:
     keys = [f"k{n}" for n in range(600)]
     put("late", keys)

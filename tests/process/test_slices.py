@@ -15,7 +15,7 @@ import transfer_queue as tq
 from transfer_queue import Slice
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, SchemaConflict
 
 LENGTHS = [5, 1, 12, 7, 3]
 KEYS = [f"k{n}" for n in range(len(LENGTHS))]
@@ -134,6 +134,18 @@ def test_parts_that_rows_do_not_have_are_refused_by_name(part: str, why: str) ->
     name, one = BAD[why]
     with pytest.raises(InvalidInput, match=name):
         tq.kv_batch_get(KEYS, part, slices={name: one})
+
+
+def test_the_dtype_is_that_of_the_rows_that_are_read(shared: tq.TransferQueueClient) -> None:
+    tq.kv_put("ints", "dtypes", fields={"x": [1, 2, 3]})
+    tq.kv_put("floats", "dtypes", fields={"x": torch.tensor([1.5, 2.5])})
+    for key, expected in (("ints", torch.tensor([1, 2])), ("floats", torch.tensor([1.5, 2.5]))):
+        found = tq.kv_batch_get([key], "dtypes", slices={"x": Slice(0, 2)})["x"][0]
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
+    with pytest.raises(SchemaConflict, match="float32 and int64"):
+        tq.kv_batch_get(["ints", "floats"], "dtypes", slices={"x": Slice(0, 2)})
+    shared.clear_partition("dtypes")
 
 
 def test_out_takes_whole_rows_only(shared: tq.TransferQueueClient) -> None:

@@ -19,6 +19,7 @@ from streams import dataset, numbers, put, used
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
+from transfer_queue.codec.nested import strided
 from transfer_queue.dataloader.acks import Acks
 from transfer_queue.dataloader.feed import Feed
 from transfer_queue.dataloader.lease_owner import LeaseOwner
@@ -67,6 +68,19 @@ def test_every_kind_of_column_is_split() -> None:
         assert parts[0][0][name].layout == whole[name].layout
     assert [text for data, _ in parts for text in data["text"]] == ["a", "b", "c"]
     assert len(whole.keys()) == 4, "the batch keeps its columns"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_rows_that_differ_in_two_dimensions_are_split_whatever_their_dtype(dtype: torch.dtype) -> None:
+    values = torch.arange(11 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    sizes = torch.tensor([[2, 3], [1, 4], [1, 1]])
+    rows = [(2, 3), (1, 4), (1, 1)]
+    whole = TensorDict({"x": strided(values, sizes)}, batch_size=[3])
+    parts = [data["x"] for data, _ in chunk_batch_fn(whole, BatchMeta(range(3), ["p"] * 3), 2)]
+    assert [tuple(row.shape) for part in parts for row in part.unbind()] == rows
+    assert b"".join(bytes(part.values().view(torch.uint8).tolist()) for part in parts) == bytes(
+        range(len(values) * dtype.itemsize)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -52,6 +52,15 @@ def test_rows_of_different_length_need_a_padding(part: str) -> None:
         tq.kv_batch_get(keys, part, dense=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_one_small_float_among_empty_rows_is_padded(part: str, dtype: torch.dtype) -> None:
+    rows = [torch.tensor([], dtype=dtype), torch.tensor([2.0]).to(dtype)]
+    tq.kv_batch_put(["a", "b"], part, fields={"x": rows})
+    found = tq.kv_batch_get(["a", "b"], part, pad=0)["x"]
+    assert found.dtype == dtype
+    assert found.float().tolist() == [[0.0], [2.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_rows_of_unsigned_numbers_are_padded(part: str, dtype: torch.dtype) -> None:
     ragged = [torch.tensor([7], dtype=dtype), torch.tensor([8, 9], dtype=dtype)]

@@ -17,6 +17,11 @@ from transfer_queue.wire import messages as m
 FRESH_S = 0.01
 UNUSED, MAX_UNUSED = 8, 128  # what a fetch counts whose cells were not used; from so much on they are not asked for
 MAX_READERS = 1024
+CHANGING = frozenset({
+    m.Commit, m.Clear, m.Restore,
+    m.FinishSlots, m.FailSlots, m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.AckGroups, m.ReleaseGroups,
+    m.RemovePool, m.Announce,  # they may end groups, whose rows are cleared
+})  # fmt: skip
 Reader: TypeAlias = "tuple[str, tuple[str, ...]]"  # a task and the fields that it fetches
 Cells: TypeAlias = "tuple[m.Located, memoryview]"
 

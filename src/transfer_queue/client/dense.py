@@ -187,8 +187,9 @@ def _filled(name: str, shape: tuple[int, ...], like: torch.Tensor, padding: Padd
     return torch.full(shape, padding.value, dtype=like.dtype, device=like.device)
 
 
-# Those of which torch assigns no chosen places.
+# Those of which torch assigns no chosen places; of float8 it does not where there is one number for them.
 _AS_BYTES = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_AS_BYTES |= {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
 
 
 def _assignable(value: torch.Tensor) -> torch.Tensor:

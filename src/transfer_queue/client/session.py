@@ -22,7 +22,7 @@ from typing import Any
 
 from transfer_queue.client import forks
 from transfer_queue.client.arenas import MappedArenas
-from transfer_queue.client.carried import Carrying
+from transfer_queue.client.carried import CHANGING, Carrying
 from transfer_queue.client.connection import Connection, decode_reply
 from transfer_queue.client.effects import Call
 from transfer_queue.client.endings import explained, raise_if_gone, restarted
@@ -50,7 +50,6 @@ from transfer_queue.wire.address import Address, parse_address
 from transfer_queue.wire.aio import AsyncConnection, opened
 from transfer_queue.wire.handshake import ANY, Life
 
-CHANGING = frozenset({m.Commit, m.Clear, m.Restore})
 MAX_IDLE = 16
 NOTIFY_S = HOLD_S = 1.0
 STREAMS = 4  # calls to other servers at the same time

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from transfer_queue.client.describing import num_repeated, warn_repeated
 from transfer_queue.client.transfer.read import new_tensordict
-from transfer_queue.codec.nested import Offsets, jagged
+from transfer_queue.codec.nested import Offsets, jagged, strided
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 
@@ -72,9 +72,12 @@ def _rows(whole: Any, start: int, stop: int) -> Any:
     """Some rows of a column; a view unless it is a nested tensor that is not jagged, or has gaps."""
     if not getattr(whole, "is_nested", False):
         return whole[start:stop]
-    if whole.layout is not torch.jagged or whole._lengths is not None:
-        rows = list(whole.unbind(0)[start:stop])
-        return torch.nested.as_nested_tensor(rows, layout=whole.layout)
+    if whole.layout is not torch.jagged:
+        rows = whole.unbind(0)[start:stop]
+        sizes = torch.tensor([tuple(row.shape) for row in rows], dtype=torch.int64, device="cpu")
+        return strided(torch.cat([row.reshape(-1) for row in rows]), sizes)  # torch's own takes some dtypes only
+    if whole._lengths is not None:
+        return torch.nested.as_nested_tensor(list(whole.unbind(0)[start:stop]), layout=torch.jagged)
     offsets = whole._offsets[start : stop + 1]
     first, last = int(offsets[0]), int(offsets[-1])
     values = whole._values.narrow(whole._ragged_idx - 1, first, last - first)

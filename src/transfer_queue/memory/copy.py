@@ -109,11 +109,12 @@ class Copies:
         self._alive: list[object] = []
 
     def copy(self, into: Bytes, source: Bytes) -> None:
-        """`into[...] = source` for arrays of one shape, by the end of `run`; both must stay alive until then."""
+        """`into[...] = source` for arrays of one shape, by the end of `run`."""
         if source.nbytes < DIRECT_NBYTES or not (into.flags.c_contiguous and source.flags.c_contiguous):
             np.copyto(into, source)
         else:
             self._moves.append((address_of(into), address_of(source), source.nbytes))
+            self._alive.append((into, source))  # which may be made for this copy alone
 
     def collect(self, into: Bytes, sources: Sequence[int], sizes: Sequence[int], owners: object) -> None:
         """Bytes from many addresses, one after the other, fill `into` by the end of `run`. `owners` keep them alive."""

@@ -37,11 +37,10 @@ def sliced_fields(
                     one.check(table)
                     for piece, first, count in table.tolist():
                         block, how = one.blocks[piece].gathered, rest if one.is_sliced(piece) else part
-                        _check_dtype(block, schema)
                         runs.append((block, np.arange(first, first + count), how))
         values, marks = sliced(name, runs, copier)
         shape = part.shape(schema.shape)
-        flat = typed(values, torch_dtype(schema.dtype), (int(marks[-1]), *shape[1:]))
+        flat = typed(values, torch_dtype(_dtype(name, [block for block, _, _ in runs])), (int(marks[-1]), *shape[1:]))
         is_plain = plain and schema.kind == DENSE
         found[name] = flat.view(len(marks) - 1, *shape) if is_plain else jagged(flat, Offsets.of(marks), 1)
     return found
@@ -52,7 +51,9 @@ def _schema(name: str, replies: Sequence[LocatedRows]) -> FieldSchema:
     return reduce(FieldSchema.merged, schemas)
 
 
-def _check_dtype(block: BlockBytes, schema: FieldSchema) -> None:
-    column = block.layout.column(schema.name)
-    if column is not None and column.dtype != schema.dtype:
-        raise SchemaConflict(f"field {schema.name!r} has rows of {column.dtype} and {schema.dtype}")
+def _dtype(name: str, blocks: Sequence[BlockBytes]) -> str:
+    """That of the rows. Other rows of the field may have another, where these or those are Python's ints."""
+    dtypes = {column.dtype for block in blocks if (column := block.layout.column(name)) is not None}
+    if len(dtypes) > 1:
+        raise SchemaConflict(f"field {name!r} has rows of {' and '.join(sorted(dtypes))}: read these without slices")
+    return dtypes.pop()
