@@ -11,8 +11,8 @@ import torch
 from fleets import SEND_S, Server, Source, expected
 from weights import Net, copy_of, root
 
-from transfer_queue.errors import DeadlineExceeded, NotInitialized, WrongEpoch
-from transfer_queue.weights import Receiver, Swap
+from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
+from transfer_queue.weights import Receiver, StateDictSource, Swap
 from transfer_queue.weights.transport import registry
 
 dist: Any = torch.distributed  # its stubs lack the stores
@@ -114,6 +114,21 @@ def test_a_trainer_hears_who_took_over_between_its_version_and_the_commit(kind: 
     site.send(3, trainer=1)
     assert pipe.root() == expected(3)
     pipe.engine.shutdown()
+    site.close()
+
+
+def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_next_adapter() -> None:
+    server = Server("tcp")
+    site = Site(server, "tcp")
+    adapter = StateDictSource({"x": torch.ones(2)})
+    server.restart()
+    server.faults["finish_weight_update"] = ServiceUnavailable("it ended")
+    with pytest.raises(ServiceUnavailable):
+        site.trainers[0].send_adapter("a", adapter, {}, deadline_s=SEND_S)
+    server.restart()
+    site.trainers[0].send_adapter("a", adapter, {}, deadline_s=SEND_S)
+    assert (server.root(), list(server.receiver.installed().adapters)) == (expected(1), ["a"])
+    server.stop()
     site.close()
 
 

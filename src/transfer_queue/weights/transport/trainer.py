@@ -479,8 +479,8 @@ class TrainerEngine(AdapterCalls):
     def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
-        self._bring_lost(draft, deadline)
         try:
+            self._bring_lost(draft, deadline)
             self._calls.ask(self._client.start_weight_update, deadline)
         except (NotInitialized, UpdateInProgress):
             if not isinstance(self._client, Partial):
@@ -591,9 +591,8 @@ class TrainerEngine(AdapterCalls):
             return is_open is False
         deadline = Deadline(ABORT_S)
         try:
-            self._calls.ask(
-                self._client.update_weights, deadline, {"version": version, "run_id": self.run_id, "abort": True}
-            )
+            given_up = {"version": version, "run_id": self.run_id, "abort": True}
+            self._calls.ask(self._client.update_weights, deadline, given_up)
             self._calls.ask(self._client.finish_weight_update, deadline)
         except (TransferQueueError, OSError, RuntimeError) as error:  # the fault that led here is the one to raise
             log.info("version %s could not be called off: %s", version, error)
