@@ -13,6 +13,7 @@ from weights import Net, copy_of, root
 
 from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
 from transfer_queue.weights import Receiver, StateDictSource, Swap
+from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 
 dist: Any = torch.distributed  # its stubs lack the stores
@@ -130,6 +131,50 @@ def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_ne
     assert (server.root(), list(server.receiver.installed().adapters)) == (expected(1), ["a"])
     server.stop()
     site.close()
+
+
+def test_an_adapter_goes_to_no_server_without_weights_that_an_introduction_was_lost_to() -> None:
+    server = Server("tcp")
+    site = Site(server, "tcp")
+    adapter = StateDictSource({"x": torch.ones(2)})
+    server.restart()
+    meet = server.control.init_weight_transfer_engine
+
+    def met(info: Any) -> None:
+        del server.control.init_weight_transfer_engine  # type: ignore[attr-defined]
+        meet(info)
+        raise ServiceUnavailable("the answer is lost")
+
+    server.control.init_weight_transfer_engine = met  # type: ignore[method-assign]
+    with pytest.raises(ServiceUnavailable):
+        site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+    site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+    assert (server.root(), list(server.receiver.installed().adapters)) == (expected(1), ["a"])
+    server.stop()
+    site.close()
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+def test_a_server_of_several_that_missed_the_removal_of_an_adapter_hears_of_it_with_the_next_update(
+    is_adapter: bool,
+) -> None:
+    servers = [Server("tcp"), Server("tcp")]
+    adapter = StateDictSource({"x": torch.ones(2)})
+    with serve(servers[0].control, token="t") as one, serve(servers[1].control, token="t") as two:
+        site = Site(WeightSyncClient([one.url, two.url], "t"), "tcp")
+        trainer = site.trainers[0]
+        trainer.send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+        held = servers[1].control._busy
+        with held:
+            assert list(trainer.remove_adapter("a", deadline_s=SEND_S).missed) == [two.url]
+        if is_adapter:
+            trainer.send_adapter("b", adapter, {}, for_base=False, deadline_s=SEND_S)
+        else:
+            site.send(2)
+        assert [list(each.receiver.installed().adapters) for each in servers] == [["b"] * is_adapter] * 2
+        site.close()
+    for each in servers:
+        each.stop()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "collective"])

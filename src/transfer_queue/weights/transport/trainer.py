@@ -106,6 +106,7 @@ class TrainerEngine(AdapterCalls):
                 made._num_silent = made._count_silent(deadline)
             made._allow(deadline)
             made._meet(deadline)
+            made._is_anew = False
             made._lacking |= set(made._missed())
             made._allow(None)
             made._hear(None, deadline)
@@ -217,7 +218,7 @@ class TrainerEngine(AdapterCalls):
         with self._turns.turn(deadline):
             return self._infos(deadline)
 
-    def _infos(self, deadline: Deadline) -> list[dict[str, Any]]:
+    def _infos(self, deadline: Deadline, removed: bool = False) -> list[dict[str, Any]]:
         newest = self._newest.get("")
         if newest is None:
             raise VersionGone("no version was sent yet")
@@ -228,10 +229,10 @@ class TrainerEngine(AdapterCalls):
             self._give(newest, self._base.anchor.buckets)
             self._decide(newest)
             self._newest[""] = newest
-        return [self.update_info(newest, deadline), *self._adapter_infos(newest, deadline)]
+        return [self.update_info(newest, deadline), *self._adapter_infos(newest, deadline, removed)]
 
-    def _adapter_infos(self, newest: Manifest, deadline: Deadline) -> list[dict[str, Any]]:
-        adapters = [one for label, one in self._newest.items() if label and one.tensors]
+    def _adapter_infos(self, newest: Manifest, deadline: Deadline, removed: bool = False) -> list[dict[str, Any]]:
+        adapters = [one for label, one in self._newest.items() if label and (one.tensors or removed)]
         return [self.update_info(one, deadline) for one in adapters if one.base_root in (None, newest.root)]
 
     def join(self, client: Client, *, deadline_s: float) -> int:
@@ -311,8 +312,10 @@ class TrainerEngine(AdapterCalls):
         return
 
     def _meet(self, deadline: Deadline) -> None:
-        """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: the
-        introduction wakes them up, and once they are over a second one ends what they may have opened after it."""
+        """Introduce this run, which ends what is open there, and wakes up calls of updates before, which do not say
+        whose they are: once they are over, a second one ends what they may have opened. A server that was started anew
+        does not say so any more then; fleets ask theirs."""
+        self._is_anew |= self._can_join and not isinstance(self._client, Follower)
         late = self._calls.late()
         for _ in range(2 if late else 1):
             self._introduce(self.introduction(self._num_silent, deadline), deadline)
@@ -396,7 +399,6 @@ class TrainerEngine(AdapterCalls):
             self._label, self._estranged = label, True
             self._num_silent = self._count_silent(deadline)
         if self._estranged or self._calls.late():
-            self._is_anew |= self._num_silent > 0 and self._can_join
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
@@ -485,7 +487,6 @@ class TrainerEngine(AdapterCalls):
         except (NotInitialized, UpdateInProgress):
             if not isinstance(self._client, Partial):
                 self._meet(deadline)
-                self._is_anew = self._can_join and not isinstance(self._client, Follower)
                 self._bring_lost(draft, deadline)
                 self._calls.ask(self._client.start_weight_update, deadline)
                 return []
@@ -518,7 +519,7 @@ class TrainerEngine(AdapterCalls):
         try:
             self._call(one.init_weight_transfer_engine, deadline, self.introduction(0, deadline))
             if draft.adapter is not None and "" in self._newest:
-                self._bring(one, "", 0, self._infos(deadline), deadline)
+                self._bring(one, "", 0, self._infos(deadline, True), deadline)
             self._call(one.start_weight_update, deadline)
         except WrongEpoch:
             raise
@@ -528,7 +529,7 @@ class TrainerEngine(AdapterCalls):
         return True
 
     def _bring_adapters(self, names: list[str], newest: Manifest, deadline: Deadline) -> None:
-        """Servers that lost what they had, or missed it, have the new weights now, and no adapters."""
+        """Servers that lost what they had, or missed it, have the new weights now, and no adapters, or removed ones."""
         try:
             if self._is_anew:
                 self._bring(self._client, "", self._num_silent, self._adapter_infos(newest, deadline), deadline)
@@ -539,7 +540,7 @@ class TrainerEngine(AdapterCalls):
         for name in names:
             assert isinstance(self._client, Partial)
             try:
-                self._bring(self._client.member(name), "", 0, self._adapter_infos(newest, deadline), deadline)
+                self._bring(self._client.member(name), "", 0, self._adapter_infos(newest, deadline, True), deadline)
             except TransferQueueError as error:
                 self._client.leave_out(name, error)
 
@@ -569,11 +570,8 @@ class TrainerEngine(AdapterCalls):
         self._base = self._follow(draft)
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
-        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself.
-
-        Of a meeting only silent ones have something to say: what others report then is of a call before it, that came
-        to its end late.
-        """
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself. Of a meeting only
+        silent ones have something to say: what others report then is of a call before it, that ended late."""
         if not isinstance(self._client, Follower) and (manifest is not None or self._num_silent):
             version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
             self.reports.hear("", version, key, self._num_silent, deadline, installed)
