@@ -389,9 +389,13 @@ def test_a_server_that_was_started_anew_is_not_ready_with_what_an_update_brings_
     here = site(2, call_timeout_s=0.5)
     here.send(1)
     add_adapter(here, 1)
-    server = here.servers["a"]
-    server.restart()
-    committed = threading.Event()
+    server, committed = here.servers["a"], threading.Event()
+
+    def restart() -> None:
+        del server.hooks["start_weight_update"]
+        server.restart()
+
+    server.hooks["start_weight_update"] = restart
     server.hooks["finish_weight_update"] = committed.set
     server.hooks["status"] = lambda: committed.is_set() and server.released.wait(10)
     update(here, 2)

@@ -570,8 +570,8 @@ class TrainerEngine(AdapterCalls):
         self._base = self._follow(draft)
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
-        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself. Of a meeting only
-        silent ones have something to say: what others report then is of a call before it, that ended late."""
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself. Of a meeting
+        only silent ones have something to say: what others report then is of a call before it, that ended late."""
         if not isinstance(self._client, Follower) and (manifest is not None or self._num_silent):
             version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
             self.reports.hear("", version, key, self._num_silent, deadline, installed)
