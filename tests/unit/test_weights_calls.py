@@ -119,7 +119,7 @@ def test_a_trainer_hears_who_took_over_between_its_version_and_the_commit(kind: 
 
 
 def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_next_adapter() -> None:
-    server = Server("tcp")
+    server: Any = Server("tcp")
     site = Site(server, "tcp")
     adapter = StateDictSource({"x": torch.ones(2)})
     server.restart()
@@ -134,18 +134,18 @@ def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_ne
 
 
 def test_an_adapter_goes_to_no_server_without_weights_that_an_introduction_was_lost_to() -> None:
-    server = Server("tcp")
+    server: Any = Server("tcp")
     site = Site(server, "tcp")
     adapter = StateDictSource({"x": torch.ones(2)})
     server.restart()
     meet = server.control.init_weight_transfer_engine
 
     def met(info: Any) -> None:
-        del server.control.init_weight_transfer_engine  # type: ignore[attr-defined]
+        del server.control.init_weight_transfer_engine
         meet(info)
         raise ServiceUnavailable("the answer is lost")
 
-    server.control.init_weight_transfer_engine = met  # type: ignore[method-assign]
+    server.control.init_weight_transfer_engine = met
     with pytest.raises(ServiceUnavailable):
         site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
     site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
@@ -179,7 +179,7 @@ def test_a_server_of_several_that_missed_the_removal_of_an_adapter_hears_of_it_w
 
 @pytest.mark.parametrize("kind", ["tcp", "collective"])
 def test_a_commit_that_comes_late_meets_no_later_version(kind: str) -> None:
-    server = Server(kind)
+    server: Any = Server(kind)
     site = Site(server, kind)
     introduced, verified = threading.Event(), threading.Event()
     meet, update = server.control.init_weight_transfer_engine, server.control.update_weights
@@ -201,8 +201,8 @@ def test_a_commit_that_comes_late_meets_no_later_version(kind: str) -> None:
     server.hooks["finish_weight_update"] = wait
     with pytest.raises(DeadlineExceeded):
         site.send(2, deadline_s=0.5)
-    server.control.init_weight_transfer_engine = met  # type: ignore[method-assign]
-    server.control.update_weights = updated  # type: ignore[method-assign]
+    server.control.init_weight_transfer_engine = met
+    server.control.update_weights = updated
     assert site.send(3).version == 3
     assert (server.root(), server.control.get_weight_version()) == (expected(3), "3")
     server.stop()

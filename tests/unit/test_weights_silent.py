@@ -264,7 +264,7 @@ def test_a_fleet_that_brings_a_version_to_a_server_hears_when_it_has_ended_or_wa
 ) -> None:
     put_in_place(monkeypatch)
     monkeypatch.setattr(reports, "LOOK_S", 0.05)
-    servers = {name: Server(tmp_path, "tcp") for name in "ab"}
+    servers: dict[str, Any] = {name: Server(tmp_path, "tcp") for name in "ab"}
     fleet = Fleet({"a": servers["a"]}, heartbeat_s=0.1, fence=None)
     trainer = registry.trainer("tcp").trainer_init({}, client=fleet, source=StateDictSource(weights(2.0)))
     trainer.send_weights(deadline_s=SEND_S)
@@ -273,17 +273,17 @@ def test_a_fleet_that_brings_a_version_to_a_server_hears_when_it_has_ended_or_wa
     ended = threading.Event()
 
     def update(info: Any) -> None:
-        del late.update_weights  # type: ignore[method-assign]
+        del late.update_weights
         late.restart()
         if has_ended:
-            late.get_weight_version = lost  # type: ignore[method-assign]
+            late.get_weight_version = lost
 
     def lost() -> str:
-        del late.get_weight_version  # type: ignore[method-assign]
+        del late.get_weight_version
         ended.set()
         raise ServiceUnavailable("nobody listens")
 
-    late.update_weights = update  # type: ignore[method-assign]
+    late.update_weights = update
     fleet.join("b", late, wait_s=SEND_S)
     assert (late.bias, late.label, ended.is_set()) == (2.0, "1", has_ended)
     fleet.close()
