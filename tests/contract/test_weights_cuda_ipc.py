@@ -211,6 +211,7 @@ def test_updates_that_do_not_fit_are_refused_and_the_next_one_is_taken() -> None
         with pytest.raises(error):
             one.update_weights({**first, **change})
     fresh = CudaIpcEngine(Receiver(InPlace(Net())))
+    fresh.init_transfer_engine(trainer.introduction(0))
     fresh.start_weight_update()
     wire.called = lambda info: fresh.update_weights(info) if info["bucket"] == 0 else None
     trainer.send_weights(deadline_s=ROOM_S)
@@ -220,6 +221,7 @@ def test_updates_that_do_not_fit_are_refused_and_the_next_one_is_taken() -> None
     with pytest.raises(DigestMismatch, match="steps"):  # there is another bucket in that buffer now
         fresh.update_weights(first)
     one.shutdown()
+    one.init_transfer_engine(trainer.introduction(0))
     one.start_weight_update()
     with pytest.raises(DigestMismatch):  # the manifest and the handles come with the first bucket
         one.update_weights(wire.told[-1])

@@ -20,6 +20,7 @@ from weights import Net, Tied, copy_of, drawn, same
 from transfer_queue.errors import (
     DigestMismatch,
     InvalidInput,
+    NotInitialized,
     NotOpen,
     ServiceUnavailable,
     StaleVersion,
@@ -243,6 +244,10 @@ def test_calls_out_of_order_are_refused() -> None:
     engine = TcpEngine(Receiver(InPlace(Net())))
     with pytest.raises(NotOpen, match="no update was started"):
         engine.update_weights({"version": 1})
+    for call in (engine.finish_weight_update, engine.start_weight_update):
+        with pytest.raises(NotInitialized, match="init_transfer_engine first"):
+            call()
+    engine.init_transfer_engine({"token": ""})
     engine.finish_weight_update()
     engine.start_weight_update()
     with pytest.raises(NotOpen, match="nothing was received"):

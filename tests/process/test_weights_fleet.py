@@ -377,6 +377,46 @@ def test_adapters_are_versions_of_the_fleet_too(site: Start) -> None:
     assert here.add("last").receiver.installed().adapters == {}
 
 
+def add_adapter(here: Site, seed: int) -> None:
+    assert here.trainer is not None
+    here.trainer.send_adapter("free", StateDictSource({"x": torch.ones(2)}), {}, for_base=False, deadline_s=10)
+
+
+@pytest.mark.parametrize("update", [add_adapter, Site.send])
+def test_a_server_that_was_started_anew_is_not_ready_with_what_an_update_brings_alone(
+    site: Start, update: Callable[[Site, int], Any]
+) -> None:
+    here = site(2, call_timeout_s=0.5)
+    here.send(1)
+    add_adapter(here, 1)
+    server, committed = here.servers["a"], threading.Event()
+
+    def restart() -> None:
+        del server.hooks["start_weight_update"]
+        server.restart()
+
+    server.hooks["start_weight_update"] = restart
+    server.hooks["finish_weight_update"] = committed.set
+    server.hooks["status"] = lambda: committed.is_set() and server.released.wait(10)
+    update(here, 2)
+    assert committed.is_set()
+    assert here.fleet.ready() == ["b"]
+    server.released.set()
+    here.fleet.wait_ready(["a"], 10)
+    assert sorted(server.receiver.installed().adapters) == ["free"]
+    assert len(set(here.roots().values())) == 1
+
+
+def test_an_adapter_that_came_before_any_weights_is_asked_of_all_replicas(site: Start) -> None:
+    here = site(2)
+    here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
+    add_adapter(here, 1)
+    assert here.servers["a"].receiver.installed().adapters == {}
+    here.send(1)
+    here.fleet.wait_ready(["a", "b"], 10)
+    assert sorted(here.servers["a"].receiver.installed().adapters) == ["free"]
+
+
 def test_over_http(site: Start) -> None:
     here = site(0)
     one, two = Server(), Server()

@@ -12,11 +12,17 @@ import pytest
 import torch
 from vllm_stand_in import Client, Model, config, put_in_place, weights
 
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, NotSupported, TransferQueueError
+from transfer_queue.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NotSupported,
+    ServiceUnavailable,
+    TransferQueueError,
+)
 from transfer_queue.integrations.vllm.adapters import LabeledAdapters
 from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
 from transfer_queue.weights.fleet import Fleet
-from transfer_queue.weights.transport import registry
+from transfer_queue.weights.transport import registry, reports
 
 SEND_S = 20.0
 
@@ -246,6 +252,40 @@ def test_a_replica_that_was_started_anew_holds_up_nobody_and_has_the_next_versio
     assert trainer.send_weights(deadline_s=SEND_S).update_s < SEND_S / 4
     fleet.wait_ready(["a", "b"], SEND_S)  # where a heartbeat found it first, its own thread brings it up
     assert {name: one.bias for name, one in servers.items()} == {"a": 3.0, "b": 3.0}
+    fleet.close()
+    for one in servers.values():
+        one.weight_transfer_engine.shutdown()
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_fleet_that_brings_a_version_to_a_server_hears_when_it_has_ended_or_was_started_anew(
+    has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch)
+    monkeypatch.setattr(reports, "LOOK_S", 0.05)
+    servers: dict[str, Any] = {name: Server(tmp_path, "tcp") for name in "ab"}
+    fleet = Fleet({"a": servers["a"]}, heartbeat_s=0.1, fence=None)
+    trainer = registry.trainer("tcp").trainer_init({}, client=fleet, source=StateDictSource(weights(2.0)))
+    trainer.send_weights(deadline_s=SEND_S)
+    late = servers["b"]
+    late.label = "of a life before"
+    ended = threading.Event()
+
+    def update(info: Any) -> None:
+        del late.update_weights
+        late.restart()
+        if has_ended:
+            late.get_weight_version = lost
+
+    def lost() -> str:
+        del late.get_weight_version
+        ended.set()
+        raise ServiceUnavailable("nobody listens")
+
+    late.update_weights = update
+    fleet.join("b", late, wait_s=SEND_S)
+    assert (late.bias, late.label, ended.is_set()) == (2.0, "1", has_ended)
     fleet.close()
     for one in servers.values():
         one.weight_transfer_engine.shutdown()

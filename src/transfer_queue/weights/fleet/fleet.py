@@ -81,6 +81,7 @@ class Fleet(Follower):
         self._replicas: dict[str, Replica] = {}
         self._monitors: dict[str, ReplicaMonitor] = {}
         self._newest: Decided | None = None
+        self._free: dict[str, dict[str, tuple[int, bool]]] = {}  # the run's adapters for any weights, as in `Decided`
         self._decided_at: float | None = None
         self.interval_s = 0.0  # between the last two decisions
         self._past: set[str] = set()
@@ -227,7 +228,7 @@ class Fleet(Follower):
             begun = time.monotonic()
             label = None if newest is None or found.info.get("label") else newest.label
             pause = RoundPause(self.pause, self.clear_cache, self.fence_mode)
-            found.commit(label, pause)
+            found.commit(label, pause, newest and Serving.after(newest))
             self._conclude(found, time.monotonic() - begun, pause.seconds)
 
     # steps
@@ -276,9 +277,7 @@ class Fleet(Follower):
         newest, version = self.newest(), int(info["version"])
         if not info.get("label"):
             run_id = run_of(info)
-            before = newest.adapters if newest is not None and newest.run_id == run_id else {}
-            kept = {name: one for name, one in before.items() if not one[1]}  # those for any weights
-            return Decided(version, run_id, label or str(version), kept)
+            return Decided(version, run_id, label or str(version), self._free.get(run_id, {}))
         if newest is None:
             return None
         others = {name: number for name, number in newest.adapters.items() if name != info["label"]}
@@ -294,10 +293,19 @@ class Fleet(Follower):
             now, before = time.monotonic(), self._decided_at
             self._decided_at, self.interval_s = now, 0.0 if before is None else now - before
             self._newest = newest
+            self._note_adapter(found.info)
             for one in self._replicas.values():
                 if one not in found.prepared and one.takes(found.info):
                     one.fence(found.reason(one) or f"it missed version {found.info['version']}")
             self._note_change()
+
+    def _note_adapter(self, info: Mapping[str, Any]) -> None:
+        """Also of one that comes before any weights of its run."""
+        if label := info.get("label"):
+            run_id = run_of(info)
+            others = {name: one for name, one in self._free.get(run_id, {}).items() if name != label}
+            is_free = not (info.get("for_base") or info.get("removed"))
+            self._free = {run_id: {**others, label: (int(info["version"]), False)} if is_free else others}
 
     def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
         newest = self._newest
@@ -307,8 +315,8 @@ class Fleet(Follower):
             for one in found.prepared:
                 if reason := found.reason(one):
                     one.fence(reason)
-                elif serving is not None and not one.left and not (serving.adapters and one in found.beside):
-                    one.admit(serving)  # who was taken along may lack adapters: its own thread asks it
+                elif serving is not None and not one.left:
+                    self._admit(one, found.serving(one, serving))
             self._note_change()
             committed = tuple(one.name for one in found.prepared if not found.reason(one))
             missed = {one.name: one.reason for one in self._replicas.values() if not one.ready}
@@ -332,6 +340,13 @@ class Fleet(Follower):
         with self._changed:
             one.fence(reason)
             self._note_change()
+
+    def _admit(self, one: Replica, serving: Serving | None) -> None:
+        """Who has committed, with the lock."""
+        if serving is None:
+            one.fence("it does not say what it serves")
+        else:
+            self.admit(one, serving)
 
     def admit(self, one: Replica, serving: Serving) -> bool:
         """Whether what it serves is the newest version still; then it is ready."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from transfer_queue.errors import (
@@ -97,6 +97,8 @@ class Replica:
         self._since = time.monotonic()
         self._heard: float | None = None
         self._call: TimedCall[Any] | None = None
+        self._look: TimedCall[str] | None = None
+        self._label: str | None = None  # that it had as it was asked last, where it only has labels
 
     # the fleet's view
 
@@ -203,11 +205,32 @@ class Replica:
             return
         try:
             version, key = info.get("version"), str(info.get("key", ""))
-            publisher.reports.hear(self.name, version, key, self.silent, deadline, installed)
+            self._look = None  # what was asked in an earlier step says nothing of this one
+            look = functools.partial(self._expect_alive, self._label if not installed else None)
+            publisher.reports.hear(self.name, version, key, self.silent, deadline, installed, look)
         except TransferQueueError:
             if installed and self.silent:
                 relabel(self.member, UNKNOWN)
             raise
+
+    def _expect_alive(self, label: str | None) -> None:
+        """Silent workers that have ended, or were started anew, do not say so, but their server does, by its label
+        (None: which may change): `ServiceUnavailable`. It is asked now, and has answered when this is called again;
+        where it has not, nothing is known. Never blocks."""
+        asked = self._look
+        if asked is None:
+            self._look = TimedCall(self.member.get_weight_version)
+        if asked is None or not asked.ended(0.0):
+            return
+        self._look = None
+        try:
+            found = asked.outcome()
+        except TransferQueueError as error:
+            if isinstance(error, ServiceUnavailable):
+                raise
+            return
+        if label not in (None, found):
+            raise ServiceUnavailable(f"{self.name} was started anew: its label was {label!r} and is {found!r}")
 
     def ask(self, publisher: TrainerEngine | None, deadline: Deadline) -> Serving:
         """What it serves now."""
@@ -230,6 +253,7 @@ class Replica:
 
     def _labelled(self, label: str) -> Serving:
         """A label says neither whose version that is, nor which adapters are there."""
+        self._label = label
         known = self.brought
         return known if known is not None and known.label == label else Serving(None, None, label, {})
 
@@ -247,7 +271,7 @@ class Replica:
         self.call("resume_generation", *([run_id] if self._resumes_one else []), deadline=deadline)
         self.paused_by_us = False
 
-    @cached_property
+    @functools.cached_property
     def _resumes_one(self) -> bool:
         return takes_owner(self.member.resume_generation)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
-from transfer_queue.weights.fleet.replica import Replica, at_once, gathered
+from transfer_queue.weights.fleet.replica import Replica, Serving, at_once, gathered
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE
 from transfer_queue.weights.transport.deadline import Deadline
@@ -63,6 +63,8 @@ class Round:
         self._call_timeout_s = call_timeout_s
         self._deadline = deadline
         self._started: set[Replica] = set()  # and not finished since
+        self._met: set[Replica] = set()  # in this round: they may have been started anew
+        self._served: dict[Replica, Serving] = {}  # what such ones say that they serve, once they have committed
         self._failed: dict[Replica, TransferQueueError] = {}
         for one in members:
             if publisher is not None:
@@ -90,17 +92,22 @@ class Round:
     def _start(self, one: Replica, deadline: Deadline) -> None:
         """A server that was started anew, or has an update open that somebody left, is met again first."""
         if not one.met or not one.has_what_was_brought(deadline):
-            one.meet(self._publisher, deadline)
+            self._meet(one, deadline)
         try:
             one.call("start_weight_update", deadline=deadline)
         except (NotInitialized, UpdateInProgress):
-            one.meet(self._publisher, deadline)
+            self._meet(one, deadline)
             one.call("start_weight_update", deadline=deadline)
         self._started.add(one)
 
-    def commit(self, label: str | None, pause: RoundPause) -> None:
+    def _meet(self, one: Replica, deadline: Deadline) -> None:
+        self._met.add(one)
+        one.meet(self._publisher, deadline)
+
+    def commit(self, label: str | None, pause: RoundPause, after: Serving | None) -> None:
         """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
-        stays paused until it has caught up, if fences pause. What answers no requests has nothing to pause."""
+        stays paused until it has caught up, if fences pause. What answers no requests has nothing to pause. `after`:
+        what they should serve then; those that may lack more than this round brings are asked (`serving`)."""
         left_s = FINISH_SHARE * self._deadline.left()
         deadline = Deadline(min(self._call_timeout_s, left_s))
 
@@ -113,6 +120,9 @@ class Round:
                 self._started.discard(one)
                 if pause.clear_cache and one.silent:
                     forget_caches(one.member)
+                if after is not None and self._may_lack(one, after):
+                    with suppress(TransferQueueError):
+                        self._served[one] = one.ask(self._publisher, deadline)
             except TransferQueueError:
                 if pause.fence is None and one.paused_by_us:
                     with suppress(TransferQueueError):
@@ -132,6 +142,16 @@ class Round:
     def is_wanted(self, one: Replica) -> bool:
         """Whether all of those that are ready means this one, too."""
         return one not in self.beside and (one in self.members or (one in self._ready and one.ready))
+
+    def _may_lack(self, one: Replica, after: Serving) -> bool:
+        """Whether it may have nothing but what this round has brought, and adapters, or the weights that this one is
+        added to, came before."""
+        has_more = after.adapters or (self.info or {}).get("label")
+        return bool(has_more) and (one in self._met or one not in self._ready)
+
+    def serving(self, one: Replica, after: Serving) -> Serving | None:
+        """What one that has committed serves; None where that is not known."""
+        return self._served.get(one) if self._may_lack(one, after) else after
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""

@@ -74,6 +74,8 @@ class Engine(ABC):
         self.outcome = self._blank
         self._reports: TrainerLink | None = None
         self._busy = threading.Lock()
+        self._is_introduced = False  # to a trainer
+        self._is_called_off = False  # by the trainer, since the last start
         self._whole: Manifest | None = None  # what is installed, as a full version
 
     def confine(self, root: str = "") -> None:
@@ -101,15 +103,20 @@ class Engine(ABC):
                 self.receiver.end("the trainer was introduced again")
                 self._blank = replace(self._blank, replica=info.replica)
                 self.outcome = self._blank
+                self._is_introduced = False
                 self._report_to(info)
                 self._connect(info)
+                self._is_introduced = True
                 if self._records:
                     self._report(Deadline(info.timeout_s))
         finally:
             self._busy.release()
 
     def start_weight_update(self) -> None:
+        """`NotInitialized` before a trainer was introduced: the trainer does that then, and starts again."""
         with self._busy, self._fault():
+            self._is_called_off = False
+            self._expect_introduced()
             self.receiver.begin()
             self._ended()
             self.outcome = self._blank
@@ -125,6 +132,7 @@ class Engine(ABC):
             info = parse(update_info, self.update_form)
             if info.abort:
                 self._drop("the trainer gave it up")
+                self._is_called_off = True
                 self.outcome = self._blank
                 return
             session = self.receiver.session
@@ -139,13 +147,12 @@ class Engine(ABC):
             self._report(Deadline(5 * REPORT_S))
 
     def finish_weight_update(self) -> None:
-        """Commit what was received. Does nothing after an abort, nor, when faults are recorded, after a fault."""
+        """Commit what was received. Does nothing where the trainer gave the update up, where none was started, and,
+        when faults are recorded, after a fault. Raises why an update is over that somebody else has ended."""
         with self._busy, self._fault():
-            session, last = self.receiver.session, self.receiver.last_session
-            failed = last is not None and last.end in (None, UpdateEnd.FAILED, UpdateEnd.LATE)
-            if failed and self.outcome.code:
-                raise error_from_code(self.outcome.code, self.outcome.text)
-            if session is None:
+            session = self.receiver.session
+            if session is None or self.outcome.code:
+                self._expect_nothing()
                 return
             if session.phase is not Phase.READY or session.manifest is None:
                 raise NotOpen("nothing was received since the update was started")
@@ -157,6 +164,7 @@ class Engine(ABC):
         """Drop what is open and leave the trainer. The installed weights stay; an archive has written its versions
         when this returns (`LEAVE_S` at most), or the log says that it has not. Repeatable."""
         with self._busy:
+            self._is_introduced = False
             self._drop("shut down")
             try:
                 self.receiver.flush(LEAVE_S)
@@ -285,6 +293,21 @@ class Engine(ABC):
                 raise
             return True
         return False
+
+    def _expect_introduced(self) -> None:
+        """A process that was started anew knows no trainer."""
+        if not self._is_introduced:
+            raise NotInitialized("no trainer was introduced here: init_transfer_engine first")
+
+    def _expect_nothing(self) -> None:
+        """Raise where the trainer counts on a commit, and there is nothing that could be committed."""
+        last = self.receiver.last_session
+        if self._is_called_off:
+            return
+        self._expect_introduced()
+        if last is None or last.end is UpdateEnd.COMMITTED:
+            return
+        raise error_from_code(self.outcome.code, self.outcome.text) if self.outcome.code else last.error()
 
     def _not_open(self) -> TransferQueueError:
         """Why there is no update: who ended the last one."""

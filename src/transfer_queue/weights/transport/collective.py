@@ -187,13 +187,14 @@ class CollectiveTrainer(TrainerEngine):
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,
         }  # fmt: skip
 
-    def _meet(self, deadline: Deadline) -> None:
+    def _introduce(self, told: dict[str, Any], deadline: Deadline) -> None:
+        """In a group that is new: all come into it at once."""
         self._give_up()
         self._round += 1
-        told = {**self.introduction(self._num_silent, deadline)}
+        told["round"] = self._round
         info = CollectiveInfo(**told)
         device = device_called(info.device)
-        asked = TimedCall(self._client.init_weight_transfer_engine, told)
+        asked = self._calls.begin(self._client.init_weight_transfer_engine, told)
         joined = TimedCall(Group, info, device, 0, self._store, deadline)
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")

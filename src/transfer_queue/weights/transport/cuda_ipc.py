@@ -109,10 +109,10 @@ class CudaIpcTrainer(TrainerEngine):
                     asked.result(deadline, "update_weights")
                 left_s = deadline.left("packing")
                 more = {"bucket": bucket, "buffer": bucket % NUM_BUFFERS, "timeout_s": left_s}
-                asked = TimedCall(self._client.update_weights, {**told, **more})
+                asked = self._calls.begin(self._client.update_weights, {**told, **more})
                 told.update(manifest="", handles=[])
             if asked is None:
-                asked = TimedCall(self._client.update_weights, told)
+                asked = self._calls.begin(self._client.update_weights, told)
             asked.result(deadline, "update_weights")
         except BaseException:  # an interrupt leaves a late receiver that may still read them
             self._drop_buffers()  # a receiver that is late may still read them

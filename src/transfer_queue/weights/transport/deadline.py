@@ -73,3 +73,23 @@ class TimedCall(BackgroundCall[T]):
         if not self.ended(0.0) and not self.ended(deadline.left(what)):
             raise DeadlineExceeded(f"{what} did not end before its deadline")
         return self.outcome()
+
+
+class TimedCalls:
+    """Calls to somebody who may never answer, by one thread at a time. Those that are late are remembered: they must
+    not meet what is asked later."""
+
+    def __init__(self) -> None:
+        self._begun: list[TimedCall[object]] = []
+
+    def begin(self, function: Callable[..., object], *args: Any) -> TimedCall[object]:
+        return TimedCall(function, *args, known=self._begun)
+
+    def ask(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
+        """See `TimedCall.result`."""
+        return self.begin(function, *args).result(deadline)
+
+    def late(self) -> list[TimedCall[object]]:
+        """Those that have not ended."""
+        self._begun = [call for call in self._begun if not call.ended(0.0)]
+        return list(self._begun)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, error_from_code
@@ -16,6 +17,7 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
 
 log = logging.getLogger("transfer_queue.weights")
+LOOK_S = 2.0
 UNKNOWN = "unknown"  # the label of a server that may have weights other than it says
 
 
@@ -59,10 +61,12 @@ class Reports:
         return {replica} if replica else {"", *self._adopted}
 
     def hear(
-        self, replica: str, version: int | None, key: str, silent: int, deadline: Deadline, installed: bool = False
-    ) -> None:
+        self, replica: str, version: int | None, key: str, silent: int, deadline: Deadline, installed: bool = False,
+        look: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         """Wait until all `silent` workers of the replica have reported this step of the version (None: the meeting).
-        Raises what anybody reports instead."""
+        Raises what anybody reports instead. `look` is called every `LOOK_S` meanwhile: who has ended reports nothing.
+        """
         well: set[tuple[str, int]] = set()
         wait_s = 0.0
         while self._server is not None:
@@ -79,7 +83,9 @@ class Reports:
                     well.add((outcome.who, outcome.rank))
             if len(well) >= silent:
                 return
-            wait_s = deadline.left(f"waiting for the reports of {silent - len(well)} of {silent} workers")
+            if wait_s:
+                look()
+            wait_s = min(deadline.left(f"waiting for the reports of {silent - len(well)} of {silent} workers"), LOOK_S)
 
     def close(self) -> None:
         if self._own is not None:

@@ -33,7 +33,7 @@ from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.adapter_calls import AdapterCalls
 from transfer_queue.weights.transport.clients import Client, Follower, Partial
-from transfer_queue.weights.transport.deadline import Deadline, TimedCall
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
@@ -91,7 +91,7 @@ class TrainerEngine(AdapterCalls):
         self._estranged = False  # somebody may have an update open that could not be called off, or not know this run
         self._is_anew = False  # a server that is not called by name may lack what the others have
         self._lacking: set[str] = set()  # servers of a plain client that missed something
-        self._late: list[TimedCall[object]] = []  # calls to the client since the last update, which may not have ended
+        self._calls = TimedCalls()  # to the client
 
     @classmethod
     @system_faults()
@@ -106,6 +106,7 @@ class TrainerEngine(AdapterCalls):
                 made._num_silent = made._count_silent(deadline)
             made._allow(deadline)
             made._meet(deadline)
+            made._is_anew = False
             made._lacking |= set(made._missed())
             made._allow(None)
             made._hear(None, deadline)
@@ -217,7 +218,7 @@ class TrainerEngine(AdapterCalls):
         with self._turns.turn(deadline):
             return self._infos(deadline)
 
-    def _infos(self, deadline: Deadline) -> list[dict[str, Any]]:
+    def _infos(self, deadline: Deadline, removed: bool = False) -> list[dict[str, Any]]:
         newest = self._newest.get("")
         if newest is None:
             raise VersionGone("no version was sent yet")
@@ -228,10 +229,10 @@ class TrainerEngine(AdapterCalls):
             self._give(newest, self._base.anchor.buckets)
             self._decide(newest)
             self._newest[""] = newest
-        return [self.update_info(newest, deadline), *self._adapter_infos(newest, deadline)]
+        return [self.update_info(newest, deadline), *self._adapter_infos(newest, deadline, removed)]
 
-    def _adapter_infos(self, newest: Manifest, deadline: Deadline) -> list[dict[str, Any]]:
-        adapters = [one for label, one in self._newest.items() if label and one.tensors]
+    def _adapter_infos(self, newest: Manifest, deadline: Deadline, removed: bool = False) -> list[dict[str, Any]]:
+        adapters = [one for label, one in self._newest.items() if label and (one.tensors or removed)]
         return [self.update_info(one, deadline) for one in adapters if one.base_root in (None, newest.root)]
 
     def join(self, client: Client, *, deadline_s: float) -> int:
@@ -251,12 +252,13 @@ class TrainerEngine(AdapterCalls):
 
     def _bring(self, client: Client, name: str, silent: int, infos: list[dict[str, Any]], deadline: Deadline) -> None:
         """Have one server install these, one after the other."""
+        call = self._calls.ask if client is self._client else self._call
         for info in infos:
             step = (name, info["version"], info["key"], silent, deadline)
-            self._call(client.start_weight_update, deadline)
-            self._call(client.update_weights, deadline, info)
+            call(client.start_weight_update, deadline)
+            call(client.update_weights, deadline, info)
             self.reports.hear(*step)
-            self._call(client.finish_weight_update, deadline, *([] if info["label"] else [str(info["version"])]))
+            call(client.finish_weight_update, deadline, *([] if info["label"] else [str(info["version"])]))
             self.reports.hear(*step, installed=True)
 
     def shutdown(self) -> None:
@@ -310,14 +312,19 @@ class TrainerEngine(AdapterCalls):
         return
 
     def _meet(self, deadline: Deadline) -> None:
-        """Introduce this run, which ends what is open there. Calls of updates before do not say whose they are: the
-        introduction wakes them up, and once they are over a second one ends what they may have opened after it."""
-        late = [call for call in self._late if not call.ended(0.0)]
+        """Introduce this run, which ends what is open there, and wakes up calls of updates before, which do not say
+        whose they are: once they are over, a second one ends what they may have opened. A server that was started anew
+        does not say so any more then; fleets ask theirs."""
+        self._is_anew |= self._can_join and not isinstance(self._client, Follower)
+        late = self._calls.late()
         for _ in range(2 if late else 1):
-            self._ask(self._client.init_weight_transfer_engine, deadline, self.introduction(self._num_silent, deadline))
+            self._introduce(self.introduction(self._num_silent, deadline), deadline)
             for call in late:
                 if not call.ended(deadline.left()):
                     raise DeadlineExceeded("a call of an update before has not ended")
+
+    def _introduce(self, told: dict[str, Any], deadline: Deadline) -> None:
+        self._calls.ask(self._client.init_weight_transfer_engine, deadline, told)
 
     def introduction(self, silent: int, deadline: Deadline | None = None) -> dict[str, Any]:
         """`receivers_info`, whose updates they are, and where to report, for servers with `silent` workers."""
@@ -326,7 +333,7 @@ class TrainerEngine(AdapterCalls):
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
         """Have every receiver fetch and verify it."""
-        self._ask(self._client.update_weights, deadline, info)
+        self._calls.ask(self._client.update_weights, deadline, info)
 
     # steps
 
@@ -387,13 +394,11 @@ class TrainerEngine(AdapterCalls):
     def _ready(self, deadline: Deadline) -> None:
         """Before an update: nothing of an earlier one may be left at the receivers."""
         self._allow(deadline)
-        self._late = [call for call in self._late if not call.ended(0.0)]
         label = self._shown_label(deadline)
         if label != self._label:  # a silent server that was started anew does not refuse an update
             self._label, self._estranged = label, True
             self._num_silent = self._count_silent(deadline)
-        if self._estranged or self._late:
-            self._is_anew |= self._num_silent > 0 and self._can_join
+        if self._estranged or self._calls.late():
             self._meet(deadline)
             self._hear(None, deadline)
             self._estranged = False
@@ -439,7 +444,7 @@ class TrainerEngine(AdapterCalls):
             self._taken[draft.label] = number
             times.append(time.monotonic())
             is_open = None
-            self._ask(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
+            self._calls.ask(self._client.finish_weight_update, deadline, *([] if draft.adapter else [str(number)]))
             is_open = False
             self._hear(manifest, deadline, installed=True)
         except BaseException as error:  # an interrupt must not leave it open at the receivers
@@ -476,15 +481,14 @@ class TrainerEngine(AdapterCalls):
     def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
         introduced again, and sent what it lacks. Returns the names of those that may lack adapters."""
-        self._bring_lost(draft, deadline)
         try:
-            self._ask(self._client.start_weight_update, deadline)
+            self._bring_lost(draft, deadline)
+            self._calls.ask(self._client.start_weight_update, deadline)
         except (NotInitialized, UpdateInProgress):
             if not isinstance(self._client, Partial):
                 self._meet(deadline)
-                self._is_anew = self._can_join and not isinstance(self._client, Follower)
                 self._bring_lost(draft, deadline)
-                self._ask(self._client.start_weight_update, deadline)
+                self._calls.ask(self._client.start_weight_update, deadline)
                 return []
             unmet = self._client.unmet()
             if not unmet:
@@ -497,7 +501,7 @@ class TrainerEngine(AdapterCalls):
         again = [name for name in again if name not in self._client.missed()]
         if again and not self._can_join:
             self._meet(deadline)
-            self._ask(self._client.start_weight_update, deadline)
+            self._calls.ask(self._client.start_weight_update, deadline)
             return []
         found = [name for name in again if self._rejoin(self._client, name, draft, deadline)]
         self._lacking |= set(found)  # until an update has brought them what they lack
@@ -515,7 +519,7 @@ class TrainerEngine(AdapterCalls):
         try:
             self._call(one.init_weight_transfer_engine, deadline, self.introduction(0, deadline))
             if draft.adapter is not None and "" in self._newest:
-                self._bring(one, "", 0, self._infos(deadline), deadline)
+                self._bring(one, "", 0, self._infos(deadline, True), deadline)
             self._call(one.start_weight_update, deadline)
         except WrongEpoch:
             raise
@@ -525,7 +529,7 @@ class TrainerEngine(AdapterCalls):
         return True
 
     def _bring_adapters(self, names: list[str], newest: Manifest, deadline: Deadline) -> None:
-        """Servers that lost what they had, or missed it, have the new weights now, and no adapters."""
+        """Servers that lost what they had, or missed it, have the new weights now, and no adapters, or removed ones."""
         try:
             if self._is_anew:
                 self._bring(self._client, "", self._num_silent, self._adapter_infos(newest, deadline), deadline)
@@ -536,7 +540,7 @@ class TrainerEngine(AdapterCalls):
         for name in names:
             assert isinstance(self._client, Partial)
             try:
-                self._bring(self._client.member(name), "", 0, self._adapter_infos(newest, deadline), deadline)
+                self._bring(self._client.member(name), "", 0, self._adapter_infos(newest, deadline, True), deadline)
             except TransferQueueError as error:
                 self._client.leave_out(name, error)
 
@@ -546,7 +550,7 @@ class TrainerEngine(AdapterCalls):
         self._allow(None)
         if is_open is False and self._num_silent:
             label = UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN
-            TimedCall(relabel, self._client, label, known=self._late).ended(ABORT_S)
+            self._calls.begin(relabel, self._client, label).ended(ABORT_S)
         if self._newest.get(draft.label) is not manifest:
             self._withdraw(manifest)
             self._base = earlier
@@ -566,18 +570,11 @@ class TrainerEngine(AdapterCalls):
         self._base = self._follow(draft)
 
     def _hear(self, manifest: Manifest | None, deadline: Deadline, *, installed: bool = False) -> None:
-        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself.
-
-        Of a meeting only silent ones have something to say: what others report then is of a call before it, that came
-        to its end late.
-        """
+        """Raise what a receiver reported, once all silent ones have. A fleet hears its replicas itself. Of a meeting
+        only silent ones have something to say: what others report then is of a call before it, that ended late."""
         if not isinstance(self._client, Follower) and (manifest is not None or self._num_silent):
             version, key = (manifest.version, key_of(manifest)) if manifest is not None else (None, "")
             self.reports.hear("", version, key, self._num_silent, deadline, installed)
-
-    def _ask(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
-        """A call to the receivers. One that is late is remembered: it must not meet the next update."""
-        return TimedCall(function, *args, known=self._late).result(deadline)
 
     def _call(self, function: Callable[..., object], deadline: Deadline, *args: Any) -> object:
         return TimedCall(function, *args).result(deadline)
@@ -592,8 +589,9 @@ class TrainerEngine(AdapterCalls):
             return is_open is False
         deadline = Deadline(ABORT_S)
         try:
-            self._ask(self._client.update_weights, deadline, {"version": version, "run_id": self.run_id, "abort": True})
-            self._ask(self._client.finish_weight_update, deadline)
+            given_up = {"version": version, "run_id": self.run_id, "abort": True}
+            self._calls.ask(self._client.update_weights, deadline, given_up)
+            self._calls.ask(self._client.finish_weight_update, deadline)
         except (TransferQueueError, OSError, RuntimeError) as error:  # the fault that led here is the one to raise
             log.info("version %s could not be called off: %s", version, error)
             return not self._num_silent

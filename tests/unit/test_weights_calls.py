@@ -1,0 +1,209 @@
+"""Calls that a trainer makes to a server, one after the other, and what comes between them or late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fleets import SEND_S, Server, Source, expected
+from weights import Net, copy_of, root
+
+from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
+from transfer_queue.weights import Receiver, StateDictSource, Swap
+from transfer_queue.weights.http import WeightSyncClient, serve
+from transfer_queue.weights.transport import registry
+
+dist: Any = torch.distributed  # its stubs lack the stores
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store() -> None:
+    """The first one leaves a pipe, for as long as the process lives."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Pipe:
+    """Brings the calls to an engine itself, and does something after one of them, once."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.after_update: Callable[[], object] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.module = Net()
+        self.engine = registry.engine(self._kind)(Receiver(Swap(self.module)))
+
+    def restart(self) -> None:
+        self.engine.shutdown()
+        self.start()
+
+    def root(self) -> str:
+        return root(copy_of(self.module))
+
+    def init_weight_transfer_engine(self, info: Any) -> None:
+        self.engine.init_transfer_engine(info)
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, info: Any) -> None:
+        self.engine.update_weights(info)
+        act, self.after_update = self.after_update, None
+        if act is not None:
+            act()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+
+
+class Site:
+    def __init__(self, client: Any, kind: str) -> None:
+        self.client, self.kind = client, kind
+        self.source = Source()
+        self.trainers = [self.start()]
+        self.send(1)
+
+    def start(self) -> Any:
+        info = {"world_size": 2} if self.kind == "collective" else {}
+        return registry.trainer(self.kind).trainer_init(info, client=self.client, source=self.source)
+
+    def send(self, seed: int, deadline_s: float = SEND_S, trainer: int = 0) -> Any:
+        self.source.seed = seed
+        return self.trainers[trainer].send_weights(deadline_s=deadline_s)
+
+    def close(self) -> None:
+        for one in self.trainers:
+            one.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_an_engine_that_was_started_anew_is_introduced_by_the_next_update(kind: str) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    pipe.restart()
+    site.send(2)
+    assert pipe.root() == expected(2)
+    pipe.engine.shutdown()
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_an_engine_that_was_started_anew_before_the_commit_has_committed_nothing(kind: str) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    pipe.after_update = pipe.restart
+    with pytest.raises(NotInitialized):
+        site.send(2)
+    site.send(3)
+    assert pipe.root() == expected(3)
+    pipe.engine.shutdown()
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_trainer_hears_who_took_over_between_its_version_and_the_commit(kind: str) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    pipe.after_update = lambda: site.trainers.append(site.start())
+    with pytest.raises(WrongEpoch, match="took over"):
+        site.send(2)
+    assert pipe.root() == expected(1)
+    site.send(3, trainer=1)
+    assert pipe.root() == expected(3)
+    pipe.engine.shutdown()
+    site.close()
+
+
+def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_next_adapter() -> None:
+    server: Any = Server("tcp")
+    site = Site(server, "tcp")
+    adapter = StateDictSource({"x": torch.ones(2)})
+    server.restart()
+    server.faults["finish_weight_update"] = ServiceUnavailable("it ended")
+    with pytest.raises(ServiceUnavailable):
+        site.trainers[0].send_adapter("a", adapter, {}, deadline_s=SEND_S)
+    server.restart()
+    site.trainers[0].send_adapter("a", adapter, {}, deadline_s=SEND_S)
+    assert (server.root(), list(server.receiver.installed().adapters)) == (expected(1), ["a"])
+    server.stop()
+    site.close()
+
+
+def test_an_adapter_goes_to_no_server_without_weights_that_an_introduction_was_lost_to() -> None:
+    server: Any = Server("tcp")
+    site = Site(server, "tcp")
+    adapter = StateDictSource({"x": torch.ones(2)})
+    server.restart()
+    meet = server.control.init_weight_transfer_engine
+
+    def met(info: Any) -> None:
+        del server.control.init_weight_transfer_engine
+        meet(info)
+        raise ServiceUnavailable("the answer is lost")
+
+    server.control.init_weight_transfer_engine = met
+    with pytest.raises(ServiceUnavailable):
+        site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+    site.trainers[0].send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+    assert (server.root(), list(server.receiver.installed().adapters)) == (expected(1), ["a"])
+    server.stop()
+    site.close()
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+def test_a_server_of_several_that_missed_the_removal_of_an_adapter_hears_of_it_with_the_next_update(
+    is_adapter: bool,
+) -> None:
+    servers = [Server("tcp"), Server("tcp")]
+    adapter = StateDictSource({"x": torch.ones(2)})
+    with serve(servers[0].control, token="t") as one, serve(servers[1].control, token="t") as two:
+        site = Site(WeightSyncClient([one.url, two.url], "t"), "tcp")
+        trainer = site.trainers[0]
+        trainer.send_adapter("a", adapter, {}, for_base=False, deadline_s=SEND_S)
+        held = servers[1].control._busy
+        with held:
+            assert list(trainer.remove_adapter("a", deadline_s=SEND_S).missed) == [two.url]
+        if is_adapter:
+            trainer.send_adapter("b", adapter, {}, for_base=False, deadline_s=SEND_S)
+        else:
+            site.send(2)
+        assert [list(each.receiver.installed().adapters) for each in servers] == [["b"] * is_adapter] * 2
+        site.close()
+    for each in servers:
+        each.stop()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "collective"])
+def test_a_commit_that_comes_late_meets_no_later_version(kind: str) -> None:
+    server: Any = Server(kind)
+    site = Site(server, kind)
+    introduced, verified = threading.Event(), threading.Event()
+    meet, update = server.control.init_weight_transfer_engine, server.control.update_weights
+
+    def wait() -> None:
+        del server.hooks["finish_weight_update"]
+        assert introduced.wait(SEND_S)
+        verified.wait(0.3)  # a trainer that waits for this call sends no other version before it has ended
+
+    def met(info: Any) -> None:
+        meet(info)
+        introduced.set()
+
+    def updated(info: Any) -> None:
+        update(info)
+        if introduced.is_set():
+            verified.set()
+
+    server.hooks["finish_weight_update"] = wait
+    with pytest.raises(DeadlineExceeded):
+        site.send(2, deadline_s=0.5)
+    server.control.init_weight_transfer_engine = met
+    server.control.update_weights = updated
+    assert site.send(3).version == 3
+    assert (server.root(), server.control.get_weight_version()) == (expected(3), "3")
+    server.stop()
+    site.close()
