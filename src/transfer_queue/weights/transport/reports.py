@@ -17,7 +17,7 @@ from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
 
 log = logging.getLogger("transfer_queue.weights")
-LOOK_S = 2.0
+LOOK_S = 2.0  # between two looks at who is waited for: whoever has ended is found in seconds
 UNKNOWN = "unknown"  # the label of a server that may have weights other than it says
 
 
