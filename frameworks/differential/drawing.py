@@ -303,9 +303,7 @@ class _Drawing:
             return self._call("client", "kv_retrieve_keys", global_indexes=indexes, partition_id=self._in(partition))
         keys, create = self._old_keys(partition), {"create": True} if self._chance(0.15) else {}
         new = self._new(False, partition)
-        return self._call(
-            "client", "kv_retrieve_meta", keep=new, keys=keys, partition_id=self._in(partition), **create
-        )
+        return self._call("client", "kv_retrieve_meta", keep=new, keys=keys, partition_id=self._in(partition), **create)
 
     # ---- tags, clearing ----
 
@@ -346,7 +344,13 @@ class _Drawing:
             ("chunk_by_partition", {}),
             ("copy", {}),
         ]
-        items: list[Any] = [0, 1, -1, 9, {"$": "slice", "bounds": rng.choice(([1, 3, None], [0, 0, None], [None, None, -1]))}]
+        items: list[Any] = [
+            0,
+            1,
+            -1,
+            9,
+            {"$": "slice", "bounds": rng.choice(([1, 3, None], [0, 0, None], [None, None, -1]))},
+        ]
         name, given = rng.choice([*ways, *ways[:2], *ways[:2]])
         if self._chance(0.15):
             return self._call(meta.name, "item", keep=new, at=rng.choice(items))
@@ -383,7 +387,10 @@ class _Drawing:
         ways: list[tuple[str, dict[str, Any]]] = [
             ("reorder", {"indices": self._seeded("positions", meta.name, how=self.rng.choice(POSITIONS))}),
             ("add_fields", {"tensor_dict": self._columns(meta.name)}),
-            ("add_fields", {"tensor_dict": self._columns(meta.name, more=self.rng.randrange(2)), "set_all_ready": False}),
+            (
+                "add_fields",
+                {"tensor_dict": self._columns(meta.name, more=self.rng.randrange(2)), "set_all_ready": False},
+            ),
             ("set_extra_info", {"key": self.rng.choice("pq"), "value": self.rng.choice((1, [1, 2], {"a": None}))}),
             ("update_extra_info", {"info_dict": {"p": 2, "r": "text"}}),
             ("remove_extra_info", {"key": self.rng.choice("pq")}),

@@ -102,11 +102,11 @@ def has_kind(step: Step, place: Place, kinds: Sequence[str], by: Sequence[str] =
     return any(column["kind"] in kinds for column in given_to(step, field_at(place), by))
 
 
-def repeats(outcome: Any) -> bool:
-    """Whether a call returned metadata that names a row more than once."""
-    returned = outcome.get("returns")
-    rows = returned.get("rows", []) if isinstance(returned, dict) else []
-    return len(set(rows)) < len(rows)
+def at(outcome: Any, path: Sequence[str | int]) -> Any:
+    """What stands at a path in an outcome."""
+    for key in path:
+        outcome = outcome[key]
+    return outcome
 
 
 def apart(step: Step) -> str | None:
@@ -167,19 +167,86 @@ def tensors_given_as_objects(step: Step, place: Place) -> bool:
 @intended("metadata of a field of several dtypes, ranks or kinds names none; there the first")
 def dtype_of_several(step: Step, place: Place) -> bool:
     given = [(column["dtype"], column["dims"], column["kind"]) for column in given_to(step, field_at(place))]
-    several = len(set(given)) > 1
+    several = len(set(given)) > 1 or [kind for _, _, kind in given].count("array") > 1
     return several and any(key in SCHEMA for key in place.path) and place.ours in ("None", True, None)
 
 
 @intended("an insert names dtype and shape that its fields have, or had, in the partition; there not always")
 def schema_of_inserts(step: Step, place: Place) -> bool:
     inserted = any(call["with"].get("mode") == "insert" for call in (*step.before, step.call))
-    return inserted and any(key in SCHEMA for key in place.path) and place.theirs in ("None", None)
+    return inserted and any(key in SCHEMA for key in place.path) and place.theirs in ("None", None, False)
 
 
 @intended("of a row that is put twice at once metadata tells the shape that was stored; there both")
 def shapes_of_repeated_rows(step: Step, place: Place) -> bool:
-    return step.name == "put" and "shapes" in place.path and repeats(step.ours)
+    if "shapes" not in place.path:
+        return False
+    meta = at(step.ours, place.path[: place.path.index("shapes")])
+    return isinstance(meta, dict) and len(set(meta["rows"])) < len(meta["rows"])
+
+
+@intended("joined metadata tells the shape of each row; there sometimes the first for all")
+def shapes_of_joined_rows(step: Step, place: Place) -> bool:
+    joined = any(call["call"] == "concat" for call in (*step.before, step.call))
+    return "shapes" in place.path and joined and None not in (place.theirs, place.ours)
+
+
+@intended("metadata tells the one shape of a field also for rows without it; there not for nested fields")
+def shapes_of_rows_without_data(step: Step, place: Place) -> bool:
+    nested = has_kind(step, place, ("ragged", "nested"))
+    return "shapes" in place.path and nested and place.theirs is None
+
+
+@intended("shapes that came from the service are tuples; there lists")
+def shapes_from_the_service(step: Step, place: Place) -> bool:
+    return step.name == "get_shapes" and place.ours == {"tuple": place.theirs}
+
+
+# ---- tags ----
+
+
+@intended("a put at metadata sends the tags that were changed on it; there all, which may be old")
+def old_tags(step: Step, place: Place) -> bool:
+    of_tags = "tags" in place.path or step.name in ("kv_list", "get_all_custom_meta")
+    puts = [number for number, call in enumerate(step.before) if "metadata" in call["with"] and call["call"] == "put"]
+    changes = (
+        [call for call in step.before[: puts[-1]] if {"tag", "tags", "custom_meta"} & call["with"].keys()]
+        if puts
+        else []
+    )
+    return of_tags and bool(changes)
+
+
+# ---- what metadata names ----
+
+
+@intended("metadata joins where dtypes are equal, and metadata tells other ones, see above", diverges=True)
+def joins_by_dtype(step: Step, place: Place) -> bool:
+    one_fails = (raised(step.theirs) == ["ValueError"]) != (raised(step.ours) == ["ValueError"])
+    puts = [columns_of(call) for call in step.before]
+    return step.name == "concat" and one_fails and any(tells_other_dtype(puts, field) for field in "abcd")
+
+
+@intended("a field of objects and tensors keeps its rows when others are cleared; there it can be lost")
+def fields_that_are_lost(step: Step, place: Place) -> bool:
+    there, here = (names_of(outcome.get("returns")) for outcome in (step.theirs, step.ours))
+    puts = [columns_of(call) for call in step.before]
+    cleared = any("clear" in call["call"] for call in step.before)
+    return cleared and there < here and all(tells_other_dtype(puts, field) for field in here - there)
+
+
+def names_of(returned: Any) -> set[str]:
+    """The fields of a batch, or of metadata, that a call returned."""
+    if not isinstance(returned, dict):
+        return set()
+    return set(returned.get("fields") or returned.get("names") or ())
+
+
+def tells_other_dtype(puts: Sequence[dict[str, dict[str, Any]]], field: str) -> bool:
+    """Whether a field was given tensors one by one, or columns of several kinds or dtypes."""
+    given = [columns[field] for columns in puts if field in columns]
+    several = len({(column["kind"], column["dtype"]) for column in given}) > 1
+    return several or any(column["kind"] in ("tensors", "mixture", "held", "objects", "array") for column in given)
 
 
 @intended("`force_fetch` names fields that nobody has written, and the rows are not ready", diverges=True)
@@ -194,7 +261,8 @@ def fields_that_nobody_wrote(step: Step, place: Place) -> bool:
 def selection_from_all_fields(step: Step, place: Place) -> bool:
     meta = step.given("meta") or {}
     refused = "select_fields.*not found" in step.theirs.get("texts", [])
-    return step.name == "kv_batch_get_by_meta" and meta.get("fields", "") is None and refused and not raised(step.ours)
+    of_all = step.name == "kv_batch_get_by_meta" and meta.get("fields", "") is None
+    return of_all and refused and step.ours.get("texts") != step.theirs["texts"]
 
 
 @intended("metadata of no rows names no fields; there it names those of the partition", diverges=True)
@@ -219,6 +287,14 @@ def groups_that_do_not_fit(step: Step, place: Place) -> bool:
     return odd and step.given("mode", "fetch") == "fetch" and raised(step.ours) == ["ValueError"]
 
 
+@intended("a remembered batch waits for the fields asked for; there it comes without them", diverges=True)
+def remembered_batches(step: Step, place: Place) -> bool:
+    remembers = step.sampler == "RankAwareSampler" and step.name == "get_meta"
+    if not remembers or raised(step.theirs) or raised(step.ours):
+        return False
+    return step.ours["returns"]["rows"] == [] != step.theirs["returns"]["rows"]
+
+
 @intended("a fetch of no rows is empty; there some samplers fail")
 def fetches_of_no_rows(step: Step, place: Place) -> bool:
     of_none = step.name == "get_meta" and step.given("batch_size") == 0
@@ -234,12 +310,14 @@ def inserts_of_nothing(step: Step, place: Place) -> bool:
 @intended("a partition whose last key is cleared is freed; there it stays")
 def freed_partitions(step: Step, place: Place) -> bool:
     cleared = any(call["call"] == "kv_clear" for call in step.before)
+    if step.name == "kv_list":
+        return cleared and place.ours == [[name, keys] for name, keys in place.theirs if keys != {"items": []}]
     if step.name in ("get_consumption_status", "get_production_status"):
         return cleared and place.ours == {"tuple": [None, None]} and place.theirs[0] == []
     return step.name == "get_partition_list" and cleared and set(place.ours) < set(place.theirs)
 
 
-@intended("the status of rows that were inserted is told; there that fails when others have more fields")
+@intended("the status of inserted rows is told; there that fails when others have more fields", diverges=True)
 def status_of_inserted_rows(step: Step, place: Place) -> bool:
     asked = step.name in ("get_production_status", "check_production_status")
     return asked and raised(step.theirs) == ["RuntimeError"] and not raised(step.ours)
@@ -271,7 +349,9 @@ def rows_that_were_cleared(step: Step, place: Place) -> bool:
     return step.name == "get_data" and place.theirs == ["RuntimeError"] and place.ours == GONE
 
 
-@intended("a write to a cleared row is refused; there it goes to nobody, or to a row that has its number", diverges=True)
+@intended(
+    "a write to a cleared row is refused; there it goes to nobody, or to a row that has its number", diverges=True
+)
 def writes_to_cleared_rows(step: Step, place: Place) -> bool:
     return step.name in ("put", "set_custom_meta") and not raised(step.theirs) and raised(step.ours) == GONE
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from frameworks.differential.drawing import Call, Program
 
-EXECUTOR = Path(__file__).resolve().parent.parent / "executor"
 ANSWER_DEADLINE_S = 120.0  # of one program, the start of the service included
 
 
@@ -20,17 +19,26 @@ class NoAnswer(RuntimeError):
 
 
 class Peer:
-    """An interpreter that plays programs. Its log is `NAME.log` in `folder`."""
+    """An interpreter that plays programs in the folder `cwd`, and writes its log to `log`."""
 
-    def __init__(self, name: str, python: Path, folder: Path, environment: Mapping[str, str], needs_ray: bool) -> None:
-        self.name = name
-        self._log = (folder / f"{name}.log").open("wb")
-        extra = ["ray"] if needs_ray else []
+    def __init__(self, command: Sequence[str | Path], cwd: Path, environment: Mapping[str, str], log: Path) -> None:
+        self._log = log.open("wb")
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", EXECUTOR, *extra],
-            cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-        )  # fmt: skip
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
         self._played = 0
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def ask(self, program: Program, calls: list[Call]) -> None:
         """Begin to play these calls; `answer` waits for their outcomes."""
@@ -65,4 +73,4 @@ class Peer:
         self._log.close()
 
     def _why(self) -> str:
-        return f"{self.name}: no answer in {ANSWER_DEADLINE_S:g} s, or ended; its log is {self._log.name}"
+        return f"no answer in {ANSWER_DEADLINE_S:g} s, or it ended: see {self._log.name}"

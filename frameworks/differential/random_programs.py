@@ -87,7 +87,11 @@ def shown(program: Program, verdict: Verdict) -> str:
         lines.append(f"  {kept}{call['on']}.{call['call']}({given})")
     for place in verdict.unexpected[:4]:
         where = ".".join(map(str, place.path)) or "outcome"
-        lines += [f"  {where}", f"    theirs {json.dumps(place.theirs)[:600]}", f"    ours   {json.dumps(place.ours)[:600]}"]
+        lines += [
+            f"  {where}",
+            f"    theirs {json.dumps(place.theirs)[:600]}",
+            f"    ours   {json.dumps(place.ours)[:600]}",
+        ]
     return "\n".join(lines)
 
 

@@ -35,6 +35,8 @@ def cell(what: dict[str, Any]) -> Any:
     if what["kind"] == "number":
         return rng.choice([7, -1.5, True, 2**40])
     made = value(rng)
+    if isinstance(made, list):
+        return [*made, "text"]
     return "text" if type(made) in (int, float, bool) else made
 
 
@@ -87,7 +89,9 @@ def nested(rng: random.Random, rows: int, what: dict[str, Any]) -> Any:
 @maker
 def tensors(rng: random.Random, rows: int, what: dict[str, Any]) -> Any:
     """Tensors of any shape, one by one."""
-    parts = [tensor(rng, shape(rng, rng.choice([what["dims"], what["dims"], 1, 2])), what["dtype"]) for _ in range(rows)]
+    parts = [
+        tensor(rng, shape(rng, rng.choice([what["dims"], what["dims"], 1, 2])), what["dtype"]) for _ in range(rows)
+    ]
     return NonTensorStack(*[NonTensorData(part) for part in parts])
 
 

@@ -14,7 +14,8 @@ import transfer_queue as tq
 # What the tests of TransferQueue 0.1.11, and frameworks, look for in the texts of errors.
 TEXTS = (
     "must have same length", "Got duplicated", "do not match", "not found in current batch", "duplicate",
-    "select_fields.*not found", "keys or partition were not found!", "Some fields are not ready in all the requested keys!",
+    "select_fields.*not found", "keys or partition were not found!",
+    "Some fields are not ready in all the requested keys!",
 )  # fmt: skip
 
 
@@ -43,7 +44,10 @@ class Names:
 def error(raised: Exception) -> dict[str, Any]:
     """The classes that catch an error and have a public name, the nearest first, and which known texts it has."""
     public = [c.__name__ for c in type(raised).__mro__ if c.__module__ == "builtins" or getattr(tq, c.__name__, 0) is c]
-    return {"raises": public[: public.index("Exception")], "texts": [one for one in TEXTS if re.search(one, str(raised))]}
+    return {
+        "raises": public[: public.index("Exception")],
+        "texts": [one for one in TEXTS if re.search(one, str(raised))],
+    }
 
 
 def plain(result: Any, names: Names) -> Any:
@@ -68,7 +72,11 @@ def plain(result: Any, names: Names) -> Any:
         return {"items": [[plain(k, names), plain(v, names)] for k, v in result.items()]}
     if type(result) in (str, int, bool, type(None)):
         return result
-    return f"{type(result).__name__} {result!r}" if not isinstance(result, tuple) else {"tuple": plain(list(result), names)}
+    return (
+        f"{type(result).__name__} {result!r}"
+        if not isinstance(result, tuple)
+        else {"tuple": plain(list(result), names)}
+    )
 
 
 def _tensor(result: torch.Tensor) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from columns import cell, column
 from outcomes import Names, error, plain
 from tensordict import TensorDict
@@ -171,7 +170,13 @@ def _positions(player: Player, value: dict[str, Any]) -> list[int]:
 def _tags(player: Player, value: dict[str, Any]) -> list[dict[str, Any]]:
     count = max(0, _count(player, value["of"]) + value.get("more", 0))
     rng = random.Random(value["seed"])
-    choices: list[dict[str, Any]] = [{}, {"n": 1}, {"n": 2, "s": "text"}, {"deep": {"a": [1, None, 2.5]}}, {"s": "other"}]
+    choices: list[dict[str, Any]] = [
+        {},
+        {"n": 1},
+        {"n": 2, "s": "text"},
+        {"deep": {"a": [1, None, 2.5]}},
+        {"s": "other"},
+    ]
     return [dict(rng.choice(choices)) for _ in range(count)]
 
 
@@ -190,11 +195,16 @@ def _alter_tags(meta: Any, tags: list[dict[str, Any]]) -> None:
         row.update(tag)
 
 
+def _compare_samples(meta: Any) -> Any:
+    """Whether the views of rows say what the metadata says."""
+    views = [(int(row.global_index), row.partition_id) for row in meta.samples]
+    return views == list(zip(meta.global_indexes, meta.partition_ids, strict=True))
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "item": lambda meta, at: meta[at],
     "pickled": lambda meta: pickle.loads(pickle.dumps(meta)),
     "alter tags": _alter_tags,
-    "samples": lambda meta: [[int(row.global_index) == meta.global_indexes[at], row.partition_id == meta.partition_ids[at]]
-                             for at, row in enumerate(meta.samples)],
+    "samples": _compare_samples,
     "truth": lambda meta: [bool(meta), len(meta), meta.size],
-}  # fmt: skip
+}
