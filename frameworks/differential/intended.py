@@ -86,6 +86,11 @@ def columns_of(call: Call) -> dict[str, dict[str, Any]]:
     return columns
 
 
+def tells_schema(place: Place) -> bool:
+    """Whether it is metadata that says what a field is."""
+    return any(key in SCHEMA for key in place.path)
+
+
 def field_at(place: Place) -> str | None:
     """The field that a place in a batch, or in metadata, belongs to."""
     keys = [*place.path, ""]
@@ -145,7 +150,8 @@ def class_of_a_batch_that_does_not_fit(step: Step, place: Place) -> bool:
 
 @intended("a number or an array given to `kv_put` is a tensor, as in a batch; there it is an object")
 def numbers_by_key(step: Step, place: Place) -> bool:
-    return has_kind(step, place, ("array", "number"), by=("kv_put",))
+    cells = [column for column in given_to(step, field_at(place), by=("kv_put",)) if "$" in column]
+    return any(cell["kind"] in ("array", "number") for cell in cells)
 
 
 # ---- what metadata says ----
@@ -159,22 +165,21 @@ def shapes_of_ragged_fields(step: Step, place: Place) -> bool:
 
 @intended("a column of tensors of one dtype is one in its metadata, too, however it was given; there objects")
 def tensors_given_as_objects(step: Step, place: Place) -> bool:
-    told = field_at(place) is not None and place.path[-1] != "fields" and (place.theirs, place.ours) != (None, None)
     given_one_by_one = has_kind(step, place, ("tensors", "mixture", "held", "objects"))
-    return told and any(key in SCHEMA for key in place.path) and given_one_by_one
+    return tells_schema(place) and given_one_by_one and place.theirs in ("None", None, True)
 
 
 @intended("metadata of a field of several dtypes, ranks or kinds names none; there the first")
 def dtype_of_several(step: Step, place: Place) -> bool:
     given = [(column["dtype"], column["dims"], column["kind"]) for column in given_to(step, field_at(place))]
     several = len(set(given)) > 1 or [kind for _, _, kind in given].count("array") > 1
-    return several and any(key in SCHEMA for key in place.path) and place.ours in ("None", True, None)
+    return several and tells_schema(place) and place.ours in ("None", True, None)
 
 
 @intended("an insert names dtype and shape that its fields have, or had, in the partition; there not always")
 def schema_of_inserts(step: Step, place: Place) -> bool:
     inserted = any(call["with"].get("mode") == "insert" for call in (*step.before, step.call))
-    return inserted and any(key in SCHEMA for key in place.path) and place.theirs in ("None", None, False)
+    return inserted and tells_schema(place) and place.theirs in ("None", None, False)
 
 
 @intended("of a row that is put twice at once metadata tells the shape that was stored; there both")
@@ -311,9 +316,15 @@ def inserts_of_nothing(step: Step, place: Place) -> bool:
 def freed_partitions(step: Step, place: Place) -> bool:
     cleared = any(call["call"] == "kv_clear" for call in step.before)
     if step.name == "kv_list":
-        return cleared and place.ours == [[name, keys] for name, keys in place.theirs if keys != {"items": []}]
+        empty = [partition for partition in place.theirs if partition[1] == {"items": []}]
+        gone = [partition for partition in place.theirs if partition not in place.ours]
+        return (
+            cleared
+            and all(partition in empty for partition in gone)
+            and len(gone) + len(place.ours) == len(place.theirs)
+        )
     if step.name in ("get_consumption_status", "get_production_status"):
-        return cleared and place.ours == {"tuple": [None, None]} and place.theirs[0] == []
+        return cleared and place.ours == {"tuple": [None, None]}
     return step.name == "get_partition_list" and cleared and set(place.ours) < set(place.theirs)
 
 

@@ -99,7 +99,7 @@ def _rows(meta: tq.BatchMeta, names: Names) -> dict[str, Any]:
         "shapes": {name: plain(_shapes(meta, name), names) for name in schema},
         "no tensors": {name: bool(spec.get("is_non_tensor")) for name, spec in schema.items()},
         "tags": plain(list(meta.custom_meta), names),
-        "extra": plain(meta.extra_info, names),
+        "extra": plain(dict(sorted(meta.extra_info.items())), names),  # joined in the order of a Python set there
         "size": [meta.size, len(meta)],
     }
 
