@@ -50,7 +50,7 @@ class Meta:
 
 
 def draw(seed: int) -> Program:
-    """5 to 20 calls. The same seed gives the same program."""
+    """5 to 20 steps, most of them one call. The same seed gives the same program."""
     rng = random.Random(seed)
     sampler = rng.choice(SAMPLERS)
     drawn = _Drawing(rng, sampler[0])

@@ -50,6 +50,7 @@ RULES: list[Intended] = []
 READS = ("get_data", "kv_batch_get", "kv_batch_get_by_meta")
 PUTS = ("kv_put", "kv_batch_put", "put")
 SCHEMA = ("dtypes", "shapes", "no tensors")  # what metadata says of a field
+GETTERS = ("get_dtypes", "get_shapes")
 HAVE_DTYPES = ("dense", "view", "ragged", "nested", "tensors", "numbers", "mixture", "array", "tensor")
 GONE = ["StorageKeyNotFoundError", "KeyError", "LookupError"]
 
@@ -86,15 +87,18 @@ def columns_of(call: Call) -> dict[str, dict[str, Any]]:
     return columns
 
 
-def tells_schema(place: Place) -> bool:
+def tells_schema(step: Step, place: Place) -> bool:
     """Whether it is metadata that says what a field is."""
-    return any(key in SCHEMA for key in place.path)
+    return step.name in GETTERS or any(key in SCHEMA for key in place.path)
 
 
-def field_at(place: Place) -> str | None:
+def field_at(step: Step, place: Place) -> str | None:
     """The field that a place in a batch, or in metadata, belongs to."""
-    keys = [*place.path, ""]
-    return next((str(keys[at + 1]) for at, key in enumerate(keys[:-1]) if key in ("fields", *SCHEMA)), None) or None
+    if step.name in GETTERS:
+        name: str = step.given("field_name")
+        return name
+    following = zip(place.path, place.path[1:], strict=False)
+    return next((str(name) for key, name in following if key in ("fields", *SCHEMA)), None)
 
 
 def given_to(step: Step, field: str | None, by: Sequence[str] = PUTS) -> list[dict[str, Any]]:
@@ -104,7 +108,7 @@ def given_to(step: Step, field: str | None, by: Sequence[str] = PUTS) -> list[di
 
 
 def has_kind(step: Step, place: Place, kinds: Sequence[str], by: Sequence[str] = PUTS) -> bool:
-    return any(column["kind"] in kinds for column in given_to(step, field_at(place), by))
+    return any(column["kind"] in kinds for column in given_to(step, field_at(step, place), by))
 
 
 def at(outcome: Any, path: Sequence[str | int]) -> Any:
@@ -150,7 +154,7 @@ def class_of_a_batch_that_does_not_fit(step: Step, place: Place) -> bool:
 
 @intended("a number or an array given to `kv_put` is a tensor, as in a batch; there it is an object")
 def numbers_by_key(step: Step, place: Place) -> bool:
-    cells = [column for column in given_to(step, field_at(place), by=("kv_put",)) if "$" in column]
+    cells = [column for column in given_to(step, field_at(step, place), by=("kv_put",)) if "$" in column]
     return any(cell["kind"] in ("array", "number") for cell in cells)
 
 
@@ -166,20 +170,20 @@ def shapes_of_ragged_fields(step: Step, place: Place) -> bool:
 @intended("a column of tensors of one dtype is one in its metadata, too, however it was given; there objects")
 def tensors_given_as_objects(step: Step, place: Place) -> bool:
     given_one_by_one = has_kind(step, place, ("tensors", "mixture", "held", "objects"))
-    return tells_schema(place) and given_one_by_one and place.theirs in ("None", None, True)
+    return tells_schema(step, place) and given_one_by_one and place.theirs in ("None", None, True)
 
 
 @intended("metadata of a field of several dtypes, ranks or kinds names none; there the first")
 def dtype_of_several(step: Step, place: Place) -> bool:
-    given = [(column["dtype"], column["dims"], column["kind"]) for column in given_to(step, field_at(place))]
+    given = [(column["dtype"], column["dims"], column["kind"]) for column in given_to(step, field_at(step, place))]
     several = len(set(given)) > 1 or [kind for _, _, kind in given].count("array") > 1
-    return several and tells_schema(place) and place.ours in ("None", True, None)
+    return several and tells_schema(step, place) and place.ours in ("None", True, None)
 
 
 @intended("an insert names dtype and shape that its fields have, or had, in the partition; there not always")
 def schema_of_inserts(step: Step, place: Place) -> bool:
     inserted = any(call["with"].get("mode") == "insert" for call in (*step.before, step.call))
-    return inserted and tells_schema(place) and place.theirs in ("None", None, False)
+    return inserted and tells_schema(step, place) and place.theirs in ("None", None, False)
 
 
 @intended("of a row that is put twice at once metadata tells the shape that was stored; there both")
@@ -312,20 +316,20 @@ def inserts_of_nothing(step: Step, place: Place) -> bool:
     return of_none and raised(step.ours) == ["ValueError", "RuntimeError"]
 
 
-@intended("a partition whose last key is cleared is freed; there it stays")
+@intended("a partition whose last key is cleared is freed; there it stays", diverges=True)
 def freed_partitions(step: Step, place: Place) -> bool:
-    cleared = any(call["call"] == "kv_clear" for call in step.before)
+    if not any(call["call"] == "kv_clear" for call in step.before):
+        return False
+    if step.given("mode") == "force_fetch":
+        return raised(step.ours) == ["ValueError", "RuntimeError"]
     if step.name == "kv_list":
-        empty = [partition for partition in place.theirs if partition[1] == {"items": []}]
+        without_rows = [partition for partition in place.theirs if partition[1] == {"items": []}]
         gone = [partition for partition in place.theirs if partition not in place.ours]
-        return (
-            cleared
-            and all(partition in empty for partition in gone)
-            and len(gone) + len(place.ours) == len(place.theirs)
-        )
+        kept = [partition for partition in place.theirs if partition in place.ours]
+        return place.ours == kept and all(partition in without_rows for partition in gone)
     if step.name in ("get_consumption_status", "get_production_status"):
-        return cleared and place.ours == {"tuple": [None, None]}
-    return step.name == "get_partition_list" and cleared and set(place.ours) < set(place.theirs)
+        return place.ours == {"tuple": [None, None]}
+    return step.name == "get_partition_list" and set(place.ours) < set(place.theirs)
 
 
 @intended("the status of inserted rows is told; there that fails when others have more fields", diverges=True)

@@ -80,11 +80,12 @@ def shortest(program: Program, verdict: Verdict, theirs: Peer, ours: Peer) -> Ve
 
 def shown(program: Program, verdict: Verdict) -> str:
     """What somebody needs to see a difference again."""
-    lines = [f"seed {program.seed}, {program.sampler[0]}:"]
+    lines = [f"seed {program.seed} (--random 1 --seed {program.seed}), {program.sampler[0]}:"]
     for call in verdict.calls:
         kept = f"{call['keep']} = " if "keep" in call else ""
+        twin = "async_" if call.get("async") else ""
         given = ", ".join(f"{name}={json.dumps(value)}" for name, value in call["with"].items())
-        lines.append(f"  {kept}{call['on']}.{call['call']}({given})")
+        lines.append(f"  {kept}{call['on']}.{twin}{call['call']}({given})")
     for place in verdict.unexpected[:4]:
         where = ".".join(map(str, place.path)) or "outcome"
         lines += [

@@ -336,6 +336,8 @@ def _each_once(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
     if (rows[1:] > rows[:-1]).all():
         return _by_partition(meta)
     last = np.sort(len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1])
+    if len(last) == len(rows):
+        return _by_partition(meta)
     parts = _by_partition(meta.select_samples(last))
     return [(last[positions].tolist(), part) for positions, part in parts]
 
