@@ -94,11 +94,9 @@ def tells_schema(step: Step, place: Place) -> bool:
 
 def field_at(step: Step, place: Place) -> str | None:
     """The field that a place in a batch, or in metadata, belongs to."""
-    if step.name in GETTERS:
-        name: str = step.given("field_name")
-        return name
     following = zip(place.path, place.path[1:], strict=False)
-    return next((str(name) for key, name in following if key in ("fields", *SCHEMA)), None)
+    asked: str | None = step.given("field_name") if step.name in GETTERS else None
+    return next((str(name) for key, name in following if key in ("fields", *SCHEMA)), asked)
 
 
 def given_to(step: Step, field: str | None, by: Sequence[str] = PUTS) -> list[dict[str, Any]]:
@@ -169,7 +167,7 @@ def shapes_of_ragged_fields(step: Step, place: Place) -> bool:
 
 @intended("a column of tensors of one dtype is one in its metadata, too, however it was given; there objects")
 def tensors_given_as_objects(step: Step, place: Place) -> bool:
-    given_one_by_one = has_kind(step, place, ("tensors", "mixture", "held", "objects"))
+    given_one_by_one = has_kind(step, place, ("tensors", "mixture", "held"))
     return tells_schema(step, place) and given_one_by_one and place.theirs in ("None", None, True)
 
 
@@ -218,12 +216,8 @@ def shapes_from_the_service(step: Step, place: Place) -> bool:
 def old_tags(step: Step, place: Place) -> bool:
     of_tags = "tags" in place.path or step.name in ("kv_list", "get_all_custom_meta")
     puts = [number for number, call in enumerate(step.before) if "metadata" in call["with"] and call["call"] == "put"]
-    changes = (
-        [call for call in step.before[: puts[-1]] if {"tag", "tags", "custom_meta"} & call["with"].keys()]
-        if puts
-        else []
-    )
-    return of_tags and bool(changes)
+    earlier = step.before[: puts[-1]] if puts else []
+    return of_tags and any({"tag", "tags", "custom_meta"} & call["with"].keys() for call in earlier)
 
 
 # ---- what metadata names ----
