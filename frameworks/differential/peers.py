@@ -33,6 +33,7 @@ class Peer:
             text=True,
         )
         self._played = 0
+        self._seed = 0
 
     def __enter__(self) -> Peer:
         return self
@@ -44,6 +45,7 @@ class Peer:
         """Begin to play these calls; `answer` waits for their outcomes."""
         assert self._process.stdin is not None
         self._played += 1
+        self._seed = program.seed
         try:
             print(json.dumps([self._played, program.sampler, calls]), file=self._process.stdin, flush=True)
         except BrokenPipeError:
@@ -73,4 +75,4 @@ class Peer:
         self._log.close()
 
     def _why(self) -> str:
-        return f"no answer in {ANSWER_DEADLINE_S:g} s, or it ended: see {self._log.name}"
+        return f"seed {self._seed}: no answer in {ANSWER_DEADLINE_S:g} s, or its interpreter ended: {self._log.name}"
