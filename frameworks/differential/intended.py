@@ -230,12 +230,11 @@ def joins_by_dtype(step: Step, place: Place) -> bool:
     return step.name == "concat" and one_fails and any(tells_other_dtype(puts, field) for field in "abcd")
 
 
-@intended("a field of objects and tensors keeps its rows when others are cleared; there it can be lost")
+@intended("a put of another kind of column is whole; there fields can be lost, at once or when rows are cleared")
 def fields_that_are_lost(step: Step, place: Place) -> bool:
     there, here = (names_of(outcome.get("returns")) for outcome in (step.theirs, step.ours))
     puts = [columns_of(call) for call in step.before]
-    cleared = any("clear" in call["call"] for call in step.before)
-    return cleared and there < here and all(tells_other_dtype(puts, field) for field in here - there)
+    return there < here and any(tells_other_dtype(puts, field) for field in "abcd")
 
 
 def names_of(returned: Any) -> set[str]:
