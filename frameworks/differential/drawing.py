@@ -312,11 +312,10 @@ class _Drawing:
         meta = self._meta(by_key=False)
         if meta is None:
             return self.look()
-        way = self.rng.randrange(4)
-        if way == 0:
-            return self._call(meta.name, "clear_custom_meta")
+        if self._chance(0.3):
+            self._call(meta.name, "clear_custom_meta")
         self._call(meta.name, "update_custom_meta", custom_meta=self._seeded("tags", meta.name))
-        if way > 1:
+        if self._chance(0.7):
             self._call("client", "set_custom_meta", metadata=self._of(meta))
         return None
 
@@ -375,6 +374,12 @@ class _Drawing:
         other = self._meta(one.by_key) or one
         new = self._new(one.by_key, one.partition, one.has_data)
         if not one.by_key and self._chance(0.4):
+            if self._chance(0.5):  # the same rows, with other extra information
+                other = new
+                self._call(one.name, "copy", keep=other)
+                for meta in (one, other):
+                    self._call(meta.name, "set_extra_info", key="p", value=self.rng.randrange(3))
+                new = self._new(False, one.partition, one.has_data)
             return self._call(one.name, "union", keep=new, other=self._of(other))
         kind = "KVBatchMeta" if one.by_key else "BatchMeta"
         return self._call(kind, "concat", keep=new, data=[self._of(one), self._of(other)])

@@ -160,7 +160,7 @@ def _positions(player: Player, value: dict[str, Any]) -> list[int]:
         "first": list(range(rng.randrange(count + 1))),
         "repeats": [*order, *order[:1]],
         "twice": order[:1] * count,
-        "out of range": [*order[:-1], count + 1],
+        "out of range": [*order[:-1], count],
         "negative": [*order[:-1], -1],
         "none": [],
     }
