@@ -59,7 +59,9 @@ SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "td-oldest": lambda arguments: with_tensordict("td-oldest", arguments),
     "td-newest": lambda arguments: with_tensordict("td-newest", arguments),
     "distributions": lambda _: distributions.main(),
-    "differential": lambda _: differential.main(python("transferqueue"), python("td-newest"), run),
+    "differential": lambda arguments: differential.main(
+        python("transferqueue"), python("td-newest"), clean_environment(), LOGS, arguments
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The calls that `differential.py` compares: one program for both packages, run by the interpreter of each.
+"""The calls that `differential/cases.py` compares: one program for both packages, run by the interpreter of each.
 
 `python frameworks/calls OUT [ray]` writes one JSON line a case: its name and what it returned or raised. Of this
 repository it imports only what lies beside it.
@@ -12,13 +12,12 @@ import sys
 import by_key
 import by_row
 import of_metadata
-import random_columns
 from cases import CASES, outcome
 from omegaconf import OmegaConf
 
 import transfer_queue as tq
 
-__all__ = ["by_key", "by_row", "of_metadata", "random_columns"]
+__all__ = ["by_key", "by_row", "of_metadata"]
 
 
 def main(out: str, needs_ray: bool) -> None:

@@ -16,6 +16,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.errors import (
+    BatchMismatch,
     DeadlineExceeded,
     InvalidInput,
     NotReady,
@@ -261,6 +262,23 @@ def test_set_custom_meta_replaces_tags(shared: tq.TransferQueueClient, part: str
     assert shared.get_meta(["x"], 2, part, mode="force_fetch").custom_meta == [{"c": 3}, {}]
 
 
+def test_set_custom_meta_of_no_rows_does_nothing(shared: tq.TransferQueueClient, part: str) -> None:
+    shared.set_custom_meta(tq.BatchMeta.empty())
+    assert part not in shared.get_partition_list()
+
+
+def test_of_a_row_that_metadata_names_twice_a_put_keeps_the_last(shared: tq.TransferQueueClient, part: str) -> None:
+    meta = shared.put(batch(2, x=torch.zeros(2)), partition_id=part)
+    other = shared.put(batch(1, x=torch.zeros(1)), partition_id=part + "2")
+    padded = tq.BatchMeta.concat([meta, other, meta])
+    padded.update_custom_meta([{"n": n} for n in range(5)])
+    values = NonTensorStack("a", "b", "c", "d", "e")
+    assert shared.put(batch(5, x=torch.arange(5.0), y=values), metadata=padded) is padded
+    assert shared.get_data(padded)["x"].tolist() == [3, 4, 2, 3, 4]
+    assert shared.get_data(padded)["y"].tolist() == ["d", "e", "c", "d", "e"]
+    assert shared.get_meta(["y"], 2, part, mode="force_fetch").custom_meta == [{"n": 3}, {"n": 4}]
+
+
 def test_a_put_brings_the_tags_that_changed_on_its_metadata(shared: tq.TransferQueueClient, part: str) -> None:
     meta = shared.put(batch(2, x=torch.zeros(2)), partition_id=part)
     meta.update_custom_meta([{"len": 3}, {"len": 5}])
@@ -382,6 +400,8 @@ def test_retrieve_meta_and_keys(shared: tq.TransferQueueClient, part: str) -> No
     made = shared.kv_retrieve_meta("c", part, create=True)
     assert not made.is_ready
     assert set(tq.kv_list(part)[part]) == {"a", "b", "c"}
+    with pytest.raises(InvalidInput, match="names no rows"):
+        shared.kv_retrieve_keys([], part)
     for bad, error in (([], InvalidInput), ([1], UnsupportedValue), (("a",), UnsupportedValue)):
         with pytest.raises(error):
             shared.kv_retrieve_meta(bad, part)  # type: ignore[arg-type]
@@ -449,8 +469,8 @@ BAD_PUTS: dict[str, tuple[type[Exception], Callable[[tq.TransferQueueClient, str
     "fewer rows than metadata": (ValueError, lambda c, p, m: c.put(batch(1, x=torch.zeros(1)), metadata=m)),
     "empty metadata": (ValueError, lambda c, p, m: c.put(batch(1, x=torch.zeros(1)), metadata=tq.BatchMeta.empty())),
     "no rows": (ValueError, lambda c, p, m: c.put(batch(0, x=torch.zeros(0)), partition_id=p + "2")),
+    "no rows for metadata": (BatchMismatch, lambda c, p, m: c.put(batch(0, x=torch.zeros(0)), metadata=m)),
     "no fields": (ValueError, lambda c, p, m: c.put(batch(2), metadata=m)),
-    "a row twice": (ValueError, lambda c, p, m: c.put(batch(2, x=torch.ones(2)), metadata=m.select_samples([0, 0]))),
     "another dtype": (
         SchemaConflict,
         lambda c, p, m: c.put(batch(2, x=torch.ones(2).double()), metadata=m, strict_schema=True),

@@ -364,8 +364,11 @@ class Operations:
         return meta
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> Operation[list[str | None]]:
-        """The keys of rows, None where a row has none. Raises `UnknownRows` for an unknown partition."""
+        """The keys of rows, None where a row has none. Raises `UnknownRows` for an unknown partition, `InvalidInput`
+        for no rows."""
         indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
+        if not indexes:
+            raise InvalidInput("global_indexes names no rows")
         if not all(isinstance(index, (int, np.integer)) for index in indexes):
             raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
         if any(not -(2**63) <= index < 2**63 for index in indexes):

@@ -177,6 +177,14 @@ def leased(metadata: BatchMeta) -> tuple[int, bytes, bytes]:
 
 def num_rows(batch: Batch) -> int:
     """Rows of a batch, or `InvalidInput` when it has none."""
+    count = _counted(batch)
+    if count < 1:
+        raise InvalidInput("a batch needs at least one row")
+    return count
+
+
+def _counted(batch: Batch) -> int:
+    """Rows of a batch that says how many it has, which may be none."""
     if isinstance(batch, TensorDictBase):
         size = list(batch.batch_size)
         count = size[0] if size else 0
@@ -194,8 +202,6 @@ def num_rows(batch: Batch) -> int:
             raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length")
     else:
         raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
-    if count < 1:
-        raise InvalidInput("a batch needs at least one row")
     return count
 
 
@@ -269,11 +275,11 @@ def put(
     if partition_id is not None and set(checked_meta(metadata).partition_ids) - {partition_id}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
         raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")
-    count = num_rows(data)
+    count = _counted(data)
     if len(checked_meta(metadata)) != count or not count:
         raise BatchMismatch(f"{count} rows of data for {len(metadata)} rows of metadata")
     whole, parts = parsed(data, data_parser), list[_PartPut]()
-    for positions, part in _by_partition(metadata):  # all are checked before any is written
+    for positions, part in _each_once(metadata):  # all are checked before any is written
         of_part = whole if len(part) == count else _rows_at(whole, positions, count)
         plan = yield from planned(session, of_part, None)
         parts.append(_PartPut.of(plan, part))
@@ -317,11 +323,23 @@ def _by_partition(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
     """(positions, rows) of each partition in `meta`."""
     found: dict[str, list[int]] = {}
     names = meta.partition_ids
-    if len(set(names)) <= 1:
+    if len(set(names)) == 1:
         return [(list(range(len(meta))), meta)]
     for position, name in enumerate(names):
         found.setdefault(name, []).append(position)
     return [(positions, meta.select_samples(positions)) for positions in found.values()]
+
+
+def _each_once(meta: BatchMeta) -> list[tuple[list[int], BatchMeta]]:
+    """As `_by_partition`, of a row that is in `meta` more than once the last: what is written there stays."""
+    rows = meta.indexes
+    if (rows[1:] > rows[:-1]).all():
+        return _by_partition(meta)
+    last = np.sort(len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1])
+    if len(last) == len(rows):
+        return _by_partition(meta)
+    parts = _by_partition(meta.select_samples(last))
+    return [(last[positions].tolist(), part) for positions, part in parts]
 
 
 def _rows_at(data: Batch, positions: list[int], count: int) -> Batch:

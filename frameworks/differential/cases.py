@@ -6,14 +6,13 @@ Where both raise, ours has to be caught by whoever catches theirs: their builtin
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CALLS = Path(__file__).resolve().parent / "calls"
-Run = Callable[[Sequence[str | Path], Path], int]
+CALLS = Path(__file__).resolve().parent.parent / "calls"
 
 # case -> why it differs; the rows of docs/compatibility.md. A case that stops differing has to go from here.
 INTENDED = {
@@ -27,18 +26,18 @@ INTENDED = {
 }
 
 
-def main(theirs: Path, ours: Path, run: Run) -> int:
-    """Run `calls` with both interpreters and compare; the number of unexpected differences, or 1 when a run failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        answers = []
-        for name, command in {"theirs": [theirs], "ours": [ours]}.items():
-            out = Path(folder) / f"{name}.jsonl"
-            extra = ["ray"] if name == "theirs" else []
-            # Not in the repository: Ray's workers import from where they are started.
-            if run([*command, "-W", "ignore", CALLS, str(out), *extra], Path(folder)):
-                print(f"differential: the calls to {name} did not end well", file=sys.stderr)
-                return 1
-            answers.append(dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()))
+def compare(theirs: Sequence[str | Path], ours: Sequence[str | Path], cwd: Path, environment: Mapping[str, str]) -> int:
+    """Run `calls` by both commands in the folder `cwd` and compare; the number of unexpected differences, or 1 when a
+    run failed."""
+    answers = []
+    for name, command in {"theirs": theirs, "ours": ours}.items():
+        out = cwd / f"{name}.jsonl"
+        extra = ["ray"] if name == "theirs" else []
+        done = subprocess.run([*command, CALLS, str(out), *extra], cwd=cwd, env=environment, check=False)
+        if done.returncode:
+            print(f"differential: the calls to {name} did not end well", file=sys.stderr)
+            return 1
+        answers.append(dict(json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()))
     return report(*answers)
 
 

@@ -1,0 +1,116 @@
+"""Plays random programs with both packages and compares them call by call; what differs unexpectedly is made short."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from frameworks.differential.comparing import Place, places
+from frameworks.differential.drawing import Call, Program
+from frameworks.differential.intended import Step, apart, rule_for
+from frameworks.differential.peers import Peer
+
+SHRINK_DEADLINE_S = 20.0
+
+
+@dataclass
+class Verdict:
+    """How a program went: the differences on purpose, by reason, and the first one that is not, with what led there."""
+
+    compared: int = 0
+    intended: Counter[str] = field(default_factory=Counter)
+    calls: list[Call] = field(default_factory=list)
+    unexpected: list[Place] = field(default_factory=list)
+
+    def kind(self) -> tuple[object, ...] | None:
+        """What stays the same about an unexpected difference when the program gets shorter."""
+        if not self.unexpected:
+            return None
+        path = [key for key in self.unexpected[0].path if isinstance(key, str)]
+        return (self.calls[-1]["call"], *path)
+
+
+def judged(program: Program, calls: Sequence[Call], theirs: Peer, ours: Peer) -> Verdict:
+    """Play these calls up to their first unexpected difference.
+
+    A call after which the two services hold different things, as intended, is taken out, and the rest played without
+    it.
+    """
+    verdict, left = Verdict(calls=list(calls)), 0
+    while True:
+        theirs.ask(program, verdict.calls)
+        ours.ask(program, verdict.calls)
+        outcomes = list(zip(theirs.answer(), ours.answer(), strict=True))
+        for at in range(left, len(outcomes)):
+            step = Step(verdict.calls[at], *outcomes[at], verdict.calls[:at], program.sampler[0])
+            found = list(places(step.theirs, step.ours))
+            rules = [(place, rule_for(step, place)) for place in found]
+            verdict.compared += 1
+            verdict.unexpected = [place for place, rule in rules if rule is None]
+            if verdict.unexpected:
+                del verdict.calls[at + 1 :]
+                return verdict
+            verdict.intended.update({rule.reason for _, rule in rules if rule is not None})
+            why = apart(step)
+            if why:
+                verdict.intended[why] += 1
+            if why or any(rule is not None and rule.diverges for _, rule in rules):
+                del verdict.calls[at]
+                left = at
+                break
+        else:
+            return verdict
+
+
+def shortest(program: Program, verdict: Verdict, theirs: Peer, ours: Peer) -> Verdict:
+    """A program that shows the same difference, from which no call can be dropped."""
+    deadline = time.monotonic() + SHRINK_DEADLINE_S
+    at = len(verdict.calls) - 2
+    while at >= 0 and time.monotonic() < deadline:
+        fewer = judged(program, [*verdict.calls[:at], *verdict.calls[at + 1 :]], theirs, ours)
+        if fewer.kind() == verdict.kind():
+            verdict = fewer
+            at = min(at, len(verdict.calls) - 1)
+        at -= 1
+    return verdict
+
+
+def shown(program: Program, verdict: Verdict) -> str:
+    """What somebody needs to see a difference again."""
+    lines = [f"seed {program.seed} (--random 1 --seed {program.seed}), {program.sampler[0]}:"]
+    for call in verdict.calls:
+        kept = f"{call['keep']} = " if "keep" in call else ""
+        twin = "async_" if call.get("async") else ""
+        given = ", ".join(f"{name}={json.dumps(value)}" for name, value in call["with"].items())
+        lines.append(f"  {kept}{call['on']}.{twin}{call['call']}({given})")
+    for place in verdict.unexpected[:4]:
+        where = ".".join(map(str, place.path)) or "outcome"
+        lines += [
+            f"  {where}",
+            f"    theirs {json.dumps(place.theirs)[:600]}",
+            f"    ours   {json.dumps(place.ours)[:600]}",
+        ]
+    return "\n".join(lines)
+
+
+def compare(programs: Sequence[Program], theirs: Peer, ours: Peer) -> int:
+    """Play all programs, print what differs; how many differ unexpectedly."""
+    start, compared, wrong = time.monotonic(), 0, 0
+    reasons: Counter[str] = Counter()
+    # A service has one sampler: the programs of each after one another.
+    for program in sorted(programs, key=lambda program: str(program.sampler)):
+        verdict = judged(program, program.calls, theirs, ours)
+        compared += verdict.compared
+        reasons += verdict.intended
+        if verdict.unexpected:
+            wrong += 1
+            print(shown(program, shortest(program, verdict, theirs, ours)), flush=True)
+    took = time.monotonic() - start
+    print(f"differential: {len(programs)} random programs, {compared} calls compared in {took:.0f} s")
+    for reason, count in reasons.most_common():
+        print(f"differential: {count} calls differ as intended: {reason}")
+    print(f"differential: {wrong} programs differ unexpectedly")
+    return wrong

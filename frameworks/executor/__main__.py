@@ -1,0 +1,43 @@
+"""Plays the programs of `frameworks.differential` with the package of this interpreter.
+
+`python frameworks/executor [ray]` reads a program a line, `[number, sampler, calls]` in JSON, and answers each with a
+line: the outcomes of its calls. It imports nothing of this repository but what lies beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from omegaconf import OmegaConf
+from player import Player
+
+import transfer_queue as tq
+
+
+def main(needs_ray: bool) -> None:
+    """Answer until the input ends. Whatever else prints to standard output goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    if needs_ray:
+        import ray
+
+        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+    running: Any = None
+    for line in sys.stdin:
+        number, sampler, calls = json.loads(line)
+        if sampler != running:
+            if running is not None:
+                tq.close()
+            name, given = running = sampler
+            controller = {"polling_mode": True, "sampler": getattr(tq, name)(**given)}
+            tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
+        print(json.dumps(Player(number).play(calls)), file=answers, flush=True)
+    if running is not None:
+        tq.close()
+
+
+if __name__ == "__main__":
+    main(needs_ray="ray" in sys.argv[1:])
