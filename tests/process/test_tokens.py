@@ -94,3 +94,11 @@ def test_a_good_file_opens_the_service(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_address_without_a_port_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected tcp:HOST:PORT"):
         parse_address(text, "x" * 16)
+
+
+def test_a_host_and_a_port_alone_are_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="reached by TCP is tcp:trainer-0:4000"):
+        parse_address("trainer-0:4000")
+    (tmp_path / "trainer-0:4000").touch()
+    assert parse_address("trainer-0:4000").path == str(tmp_path / "trainer-0:4000")

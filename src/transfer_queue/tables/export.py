@@ -37,6 +37,7 @@ from transfer_queue.tables.written_behind import WrittenBehind
 FORMATS = PARQUET, HUGGING_FACE, SAVED = "parquet", "hf", "hf-disk"
 SHARD_NBYTES = 500 << 20
 SUFFIX = ".parquet"
+OTHER_FILES = {".csv", ".tsv", ".json", ".jsonl", ".arrow", ".feather", ".xlsx", ".pq", ".gz", ".zip", ".db"}
 
 
 class ExportForm(NamedTuple):
@@ -57,6 +58,8 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     if is_url(target):
         raise InvalidInput(f"{target!s:.200} is no path of this machine: export to one, and copy what is there")
     place = Path(os.path.realpath(target))
+    if place.suffix.lower() in OTHER_FILES:
+        raise InvalidInput(f"{place.name!r:.200}: exports are Parquet, to a FILE.parquet or to a directory")
     is_file = place.suffix == SUFFIX and wanted.format == PARQUET
     if os.path.lexists(place) and not (is_file and wanted.overwrite and place.is_file()):
         raise FileExistsError(f"{place} exists" + ("" if is_file else ": a directory is never replaced"))

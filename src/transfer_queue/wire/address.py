@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import socket
 import struct
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from transfer_queue.wire.token import token_from_environment
 PEER_TIMEOUT_S = 15
 MAX_CANDIDATES = 8
 SIOCGIFADDR = 0x8915
+HOST_AND_PORT = re.compile(r"[\w.\-]+:\d{1,5}", re.ASCII)
 TIMEVAL = struct.Struct("@ll")
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
@@ -202,5 +204,7 @@ def parse_address(text: str, token: str = "") -> Address:
     path = text.removeprefix("unix:")
     if not path:
         raise ConfigError("an empty address")
+    if path == text and HOST_AND_PORT.fullmatch(text) and not os.path.exists(text):
+        raise ConfigError(f"address {text!r}: no such path; a server that is reached by TCP is tcp:{text}")
     path = path if path.startswith(("/", "\0")) else os.path.abspath(path)
     return Address(path=os.path.join(path, "tq.sock") if os.path.isdir(path) else path)
