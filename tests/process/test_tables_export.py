@@ -218,7 +218,7 @@ def test_bad_input_is_refused_before_anything_is_written(rows: str, tmp_path: Pa
     for url in ("s3://bucket/a.parquet", "memory://a"):
         with pytest.raises(InvalidInput, match="is no path of this machine"):
             tq.export_table(rows, url)
-    with pytest.raises(InvalidInput, match="'a.CSV': exports are Parquet"):
+    with pytest.raises(InvalidInput, match=r"'a\.CSV': exports are Parquet"):
         tq.export_table(rows, tmp_path / "a.CSV")
     with pytest.raises(InvalidInput, match="no column 'y'"):
         tq.export_table(rows, tmp_path / "a.parquet", columns=["y"])
