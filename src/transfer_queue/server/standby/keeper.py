@@ -183,6 +183,7 @@ class StandbyKeeper:
         signal.set_wakeup_fd(-1)  # the server's event loop would be told, over a descriptor that leads nowhere
         for one in END_SIGNALS:  # they come to the whole group: they count where the server was killed just then
             signal.signal(one, self._note_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         self._recorder.begin(None)  # the journal of the standby before is not for this one
         self._recorder.settled = lambda: None  # what is replayed was written down by the server
         lost = disconnect({line.fileno(), *self._kept(), *(arena.fd for arena in self._service.unit.shm.arenas)})
@@ -203,7 +204,9 @@ class StandbyKeeper:
 
 
 def _fork(keeper: StandbyKeeper, journal: Journal, line: socket.socket) -> int | OSError:
-    """Returns in the server alone: the standby's process, or why there is none."""
+    """Returns in the server alone: the standby's process, or why there is none. Ends this thread's hearing of signals:
+    one that comes before the standby looks for them waits until then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
         pid = os.fork()
     except OSError as error:
