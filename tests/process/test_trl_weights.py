@@ -146,7 +146,7 @@ def test_a_server_that_still_loads_is_waited_for(
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
         client = WeightSyncClient(f"http://127.0.0.1:{port}", "token")
-        with pytest.raises(ServiceUnavailable):
+        with pytest.raises((ServiceUnavailable, DeadlineExceeded)):  # the time may end between two looks, or in one
             TrlTransfer(client, deadline_s=0.1).init_weight_transfer()
         transfer, waiting = waits(client, caplog)
     server = comes_up(child, port, waiting)
