@@ -21,7 +21,7 @@ import transfer_queue as tq
 from transfer_queue.client import carried
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.session import Session
-from transfer_queue.errors import ServiceUnavailable, StorageKeyNotFoundError
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, StorageKeyNotFoundError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import parse_address
@@ -177,17 +177,25 @@ def test_a_client_does_not_read_what_it_cleared(shared: TransferQueueClient, par
         shared.get_data(fetched)
 
 
-@pytest.mark.parametrize("end", ["ack", "remove", "advance", "filter"])
+@pytest.mark.parametrize("end", ["ack", "remove", "advance", "filter", "select", "checkpoint"])
 def test_a_client_does_not_read_what_it_cleared_of_a_pool(shared: TransferQueueClient, part: str, end: str) -> None:
     reading(shared, part)
     pool = tq.group_pool(part, tq.GroupPolicy.windowed(0))
     pool.open("g", 1)
     pool.finish(pool.claim(1)[0], {"x": torch.tensor([[1.0]])})
     batch = pool.select(1) if end == "ack" else None
+    if end == "checkpoint":
+        pool.checkpoint(0)
+        pool.ack(pool.select(1), clear=True)
     fetched = fetch(shared, part)
     assert came(fetched)
     if batch is not None:
         pool.ack(batch, clear=True)
+    elif end == "checkpoint":
+        pool.checkpoint(1)
+    elif end == "select":
+        with pytest.raises(DeadlineExceeded):
+            pool.select(1, version=9, timeout_s=0)
     elif end == "advance":
         pool.advance(9)
     elif end == "filter":
