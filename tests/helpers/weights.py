@@ -127,3 +127,21 @@ def install(receiver: Receiver, version: Version, timeout_s: float = ROOM_S) -> 
 
 def receiver_of(module: torch.nn.Module, **more: Any) -> Receiver:
     return Receiver(InPlace(module), **more)
+
+
+class Direct:
+    """A client that brings the calls to its `engine` itself, without a `Control`."""
+
+    engine: Any
+
+    def init_weight_transfer_engine(self, info: Any) -> None:
+        self.engine.init_transfer_engine(info)
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, info: Any) -> None:
+        self.engine.update_weights(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fleets import SEND_S, Server, Source, expected
-from weights import Net, copy_of, root
+from weights import Direct, Net, copy_of, root
 
 from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
 from transfer_queue.weights import Receiver, StateDictSource, Swap
@@ -25,8 +25,8 @@ def store() -> None:
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-class Pipe:
-    """Brings the calls to an engine itself, and does something after one of them, once."""
+class Pipe(Direct):
+    """Does something after one of them, once."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -44,20 +44,11 @@ class Pipe:
     def root(self) -> str:
         return root(copy_of(self.module))
 
-    def init_weight_transfer_engine(self, info: Any) -> None:
-        self.engine.init_transfer_engine(info)
-
-    def start_weight_update(self) -> None:
-        self.engine.start_weight_update()
-
     def update_weights(self, info: Any) -> None:
-        self.engine.update_weights(info)
+        super().update_weights(info)
         act, self.after_update = self.after_update, None
         if act is not None:
             act()
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.engine.finish_weight_update()
 
 
 class Site:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from weights import Net, copy_of
+from weights import Direct, Net, copy_of
 
 from transfer_queue.errors import InvalidInput
 from transfer_queue.weights import ModuleSource, Receiver, StateDictSource, Swap, digests, plan, seal, with_draft
@@ -16,7 +16,7 @@ from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.sources import parts_of, shards_in
 
 
-class Taking:
+class Taking(Direct):
     """A server of another kind: it takes drafts by their label."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -26,18 +26,6 @@ class Taking:
     def __call__(self, tensors: dict[str, torch.Tensor], manifest: Manifest) -> None:
         assert manifest.label == DRAFT
         self.draft = {name: one.clone() for name, one in tensors.items()}
-
-    def init_weight_transfer_engine(self, info: Any) -> None:
-        self.engine.init_transfer_engine(info)
-
-    def start_weight_update(self) -> None:
-        self.engine.start_weight_update()
-
-    def update_weights(self, info: Any) -> None:
-        self.engine.update_weights(info)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.engine.finish_weight_update()
 
 
 class Both(torch.nn.Module):
