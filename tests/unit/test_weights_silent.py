@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import until
 from vllm_stand_in import Client, Model, config, put_in_place, weights
 
 from transfer_queue.errors import (
@@ -220,6 +221,35 @@ def test_an_update_that_was_started_late_after_the_introduction_is_ended(site: S
     site.server.init_weight_transfer_engine = meet_first  # type: ignore[method-assign]
     site.send(4.0)
     assert site.server.bias == 4.0
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_label_that_is_set_late_is_taken_back_where_the_version_was_not_committed(
+    site: Site, is_committed: bool
+) -> None:
+    site.send(2.0)
+    finish, go_on = site.server.finish_weight_update, threading.Event()
+
+    def finish_late(weight_version: str | None = None) -> None:
+        del site.server.finish_weight_update  # type: ignore[method-assign]
+        if is_committed:
+            finish()
+        assert go_on.wait(SEND_S)
+        if not is_committed:
+            finish()
+        site.server.label = weight_version or ""
+
+    site.server.finish_weight_update = finish_late  # type: ignore[method-assign]
+    with pytest.raises(DeadlineExceeded):
+        site.send(3.0, deadline_s=0.5)
+    [late] = site.trainer._calls.late()
+    session = site.server.weight_transfer_engine._receiver.session
+    until(lambda: session is None or session.left_s() <= 0, "the end of the worker's time")
+    go_on.set()
+    assert late.ended(SEND_S)
+    assert (site.server.label, site.server.bias) == (("2", 3.0) if is_committed else ("1", 2.0))
+    assert site.send(4.0).version == 3
+    assert (site.server.label, site.server.bias) == ("3", 4.0)
 
 
 def test_an_introduction_that_comes_late_ends_no_update_of_the_next_trainer(site: Site) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, error_from_code
-from transfer_queue.weights.transport.deadline import Deadline
+from transfer_queue.weights.transport.deadline import Deadline, TimedCalls
+from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
 
 log = logging.getLogger("transfer_queue.weights")
@@ -30,7 +31,7 @@ class Reports:
         self._own: WeightServer | None = None
         self._making = threading.Lock()
         self._info: dict[str, Any] = {}
-        self.committed: set[str] = set()  # replicas of which some worker reported to have committed, since `forget`
+        self._committed: dict[str, set[tuple[str, int]]] = {}  # replica -> workers that reported so, since `forget`
         self._adopted: set[str] = set()  # replicas that count as the nameless one
 
     def come_to(self, server: WeightServer) -> None:
@@ -53,7 +54,7 @@ class Reports:
 
     def forget(self, replica: str) -> None:
         """What has come from it so far is about earlier steps."""
-        self.committed.discard(replica)
+        self._committed.pop(replica, None)
         if self._server is not None:
             self._server.outcomes(self._called(replica))
 
@@ -70,12 +71,8 @@ class Reports:
         well: set[tuple[str, int]] = set()
         wait_s = 0.0
         while self._server is not None:
-            came = [
-                one for one in self._server.outcomes(self._called(replica), wait_s) if one.version in (version, None)
-            ]
+            came = [one for one in self._come(replica, wait_s) if one.version in (version, None)]
             came = [one for one in came if one.key in ("", key)]  # others were given up
-            if any(outcome.installed for outcome in came):
-                self.committed.add(replica)
             for outcome in came:
                 if outcome.code:
                     raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
@@ -86,6 +83,18 @@ class Reports:
             if wait_s:
                 look()
             wait_s = min(deadline.left(f"waiting for the reports of {silent - len(well)} of {silent} workers"), LOOK_S)
+
+    def num_committed(self, replica: str) -> int:
+        """How many of its workers have committed something since `forget`."""
+        self._come(replica, 0.0)
+        return len(self._committed.get(replica, ()))
+
+    def _come(self, replica: str, wait_s: float) -> list[Outcome]:
+        """What it reports within that time."""
+        came = [] if self._server is None else self._server.outcomes(self._called(replica), wait_s)
+        done = {(one.who, one.rank) for one in came if one.installed}
+        self._committed.setdefault(replica, set()).update(done)
+        return came
 
     def close(self) -> None:
         if self._own is not None:
@@ -120,6 +129,22 @@ def relabel(client: Any, label: str) -> None:
     if has(client, "update_weight_version"):
         with contextlib.suppress(Exception):
             client.update_weight_version(label)
+
+
+def take_back_label(
+    client: Any, calls: TimedCalls, reports: Reports, silent: int, before: str, timeout_s: float
+) -> None:
+    """Silent workers took the label of a version, or will by a call that is late, and may not have taken its weights:
+    where none did they have `before` again, and where some did nobody knows what they have."""
+
+    def take_back(_: object = None) -> None:
+        num_committed = reports.num_committed("")
+        if num_committed < silent:
+            relabel(client, UNKNOWN if num_committed else before)
+
+    for call in calls.late():
+        call.leave(take_back)
+    calls.begin(take_back).ended(timeout_s)
 
 
 def forget_caches(client: Any) -> None:

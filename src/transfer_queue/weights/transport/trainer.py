@@ -42,9 +42,9 @@ from transfer_queue.weights.transport.reports import (
     UNKNOWN,
     Reports,
     forget_caches,
-    relabel,
     shown_label,
     silent_workers,
+    take_back_label,
 )
 from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket, UpdateTurns
 from transfer_queue.weights.version.manifest import Manifest
@@ -548,9 +548,9 @@ class TrainerEngine(AdapterCalls):
         """Nobody is to commit it later, or to be given it; unless it was decided."""
         self._estranged = not self._call_off(draft.version, is_open)
         self._allow(None)
-        if is_open is False and self._num_silent:
-            label = UNKNOWN if "" in self.reports.committed else self._label or UNKNOWN
-            self._calls.begin(relabel, self._client, label).ended(ABORT_S)
+        if self._num_silent and not is_open and draft.adapter is None and self._newest.get("") is manifest:
+            before = self._label or UNKNOWN
+            take_back_label(self._client, self._calls, self.reports, self._num_silent, before, ABORT_S)
         if self._newest.get(draft.label) is not manifest:
             self._withdraw(manifest)
             self._base = earlier
