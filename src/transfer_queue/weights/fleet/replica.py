@@ -29,6 +29,8 @@ from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 
+RELABEL_S = 1.0  # that a server may take for it beyond the deadline
+
 
 class Decided(NamedTuple):
     """The version that the fleet has, or is coming to. `adapters`: by label, (version, for these weights only)."""
@@ -209,8 +211,9 @@ class Replica:
             look = functools.partial(self._expect_alive, self._label if not installed else None)
             publisher.reports.hear(self.name, version, key, self.silent, deadline, installed, look)
         except TransferQueueError:
-            if installed and self.silent:
-                relabel(self.member, UNKNOWN)
+            if installed and self.silent and not info.get("label"):
+                self._call = TimedCall(relabel, self.member, UNKNOWN)
+                self._call.ended(RELABEL_S)
             raise
 
     def _expect_alive(self, label: str | None) -> None:
