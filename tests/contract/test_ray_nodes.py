@@ -52,13 +52,17 @@ def of(call: Any) -> Any:
     return ray.get(call, timeout=60)
 
 
+def keeper(client: tq.TransferQueueClient) -> Any:
+    import ray
+
+    return ray.get_actor(client.session.config["engine"]["settings"]["keeper"], namespace="transfer_queue")
+
+
 def places(client: tq.TransferQueueClient, block: int) -> list[str]:
     """The nodes in whose object stores a block lies."""
     import ray
 
-    told = client.session.config["engine"]["settings"]
-    keeper = ray.get_actor(told["keeper"], namespace="transfer_queue")
-    [held] = of(keeper.find.remote([f"tq/{client.session.service_id.hex()}/{block}"]))
+    [held] = of(keeper(client).find.remote([f"tq/{client.session.service_id.hex()}/{block}"]))
     return list(ray.experimental.get_object_locations([held])[held]["node_ids"])
 
 
@@ -80,6 +84,12 @@ def test_rows_are_read_on_the_other_node_than_the_one_that_wrote_them(
 
 
 def test_a_node_that_is_killed_loses_its_rows_and_no_others(client: tq.TransferQueueClient, worker: Any) -> None:
+    import ray
+
+    if of(keeper(client).__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())) == of(
+        worker.node.remote()
+    ):
+        pytest.skip("of two nodes on one host Ray chose this one for the keeper, with which everything ends")
     of(worker.put.remote("theirs", 10.0))
     tq.kv_batch_put(keys=KEYS, partition_id="ours", fields={"x": rows(20.0)})
     RayNodesRunning.kill_second()

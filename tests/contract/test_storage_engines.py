@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from blocks import rows_of, same
 from conftest import Child, until
 from hosts import CLIENT, LARGE, Host
-from storage_engines import CHOSEN, KINDS, Intruder, Running
+from storage_engines import CHOSEN, KINDS, Intruder, Running, at_port
 from tensordict import TensorDict
 from typer.testing import CliRunner
 
@@ -452,3 +454,24 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path, url: str) -> None:
 def test_an_engine_that_there_is_not_is_refused(service: Callable[..., tq.TransferQueueClient]) -> None:
     with pytest.raises(ConfigError, match="'Cloud' is not available; there are Files, MooncakeStore, RayStore, Sim"):
         service(backend={"storage_backend": "Cloud"})
+
+
+@pytest.mark.parametrize("name", [name for name in ("MooncakeStore", "Yuanrong") if name in CHOSEN])
+def test_a_port_at_which_something_else_listens_is_named_with_the_way_out(
+    name: str, service: Callable[..., tq.TransferQueueClient]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    other.accept()[0].close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(ServiceUnavailable, match=rf"(?s){name}.*{port}.*port.* 0 "):
+            service(**at_port(name, port))
+        other.shutdown(socket.SHUT_RDWR)
+    service(**at_port(name, 0))
+    put()
+    assert torch.equal(got(), numbers())

@@ -91,9 +91,11 @@ class Host:
         self.ask(code)
         return self.answer()
 
-    def serve(self, host: str, join: str = "", **client: Any) -> str:
+    def serve(self, host: str, join: str = "", backend: dict[str, Any] | None = None, **client: Any) -> str:
         """Start this host's server; returns its TCP address."""
-        conf = {"run_dir": self.run_dir, "server": {"host": host, "join": join}, "client": client}
+        conf: dict[str, Any] = {"run_dir": self.run_dir, "server": {"host": host, "join": join}, "client": client}
+        if backend is not None:
+            conf["backend"] = backend
         return str(self.run(f"tq.init({conf!r}); result = tq.get_client().stats()['tcp']"))
 
     def close(self) -> None:

@@ -289,6 +289,15 @@ KINDS: dict[str, type[Running]] = {
 }  # fmt: skip
 
 
+def at_port(name: str, port: int) -> dict[str, Any]:
+    """The settings of an engine that its server starts, or finds, at that port of this host."""
+    settings: dict[str, dict[str, Any]] = {
+        "MooncakeStore": {"pool": True, "master_server_address": f"127.0.0.1:{port}", "global_segment_size": 64 << 20},
+        "Yuanrong": {"worker_port": port, "metastore_port": 0, "worker_args": "--shared_memory_size_mb 256"},
+    }
+    return {"backend": {"storage_backend": name, name: settings[name]}}
+
+
 class Intruder:
     """Somebody with access to the engine of a service, as a client has it."""
 

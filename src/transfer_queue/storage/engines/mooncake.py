@@ -84,7 +84,9 @@ class MooncakeStore(StorageEngine):
         if code:
             more = f", or not with {folder}" if folder else ""
             raise ServiceUnavailable(
-                f"{self.name}: no access through the master at {self._address}{more} (error {code})"
+                f"{self.name}: no access through the master at {self._address}{more} (error {code}). Is what"
+                " listens there a Mooncake master? One is started at a free port where master_server_address has port"
+                " 0 at its end"
             )
 
     @property

@@ -197,7 +197,10 @@ class Yuanrong(StorageEngine):
                 client.init()
             except RuntimeError as error:
                 said = " ".join(str(error).split())
-                raise ServiceUnavailable(f"{self.name}: no access through {self.where}: {said}") from error
+                raise ServiceUnavailable(
+                    f"{self.name}: no access through {self.where}: is what listens there a worker of Yuanrong? With"
+                    f" worker_port 0 one is started at a free port: {said}"
+                ) from error
         return client
 
 
