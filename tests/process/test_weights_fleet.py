@@ -241,7 +241,7 @@ def test_a_replica_that_is_too_slow_for_a_version_holds_up_one_of_them_only(site
     assert here.fleet.ready() == ["a"]
     assert len(begun) == 1
     late.hooks.clear()
-    here.fleet.wait_ready(["late"], 10)
+    here.fleet.wait_ready(["late"], 40)  # it rests longer after each failure, for 30 s at most
     assert set(here.roots().values()) == {expected(seed)}
 
 
