@@ -30,9 +30,12 @@ def _a_place_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Speculating(Client):
-    """A worker whose model runner has a draft, unless `has_draft` says otherwise."""
+    """A worker whose model runner has a draft, unless `has_draft` says otherwise. `drafter`: what the runner calls what
+    speculates. `more`: other settings of that."""
 
-    def __init__(self, folder: Path, *, has_draft: bool = True, is_elsewhere: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, has_draft: bool = True, is_elsewhere: bool = False, drafter: str = "drafter", **more: Any
+    ) -> None:
         from transfer_queue.integrations.vllm.engine import ShmWorker
 
         settings = config(folder)
@@ -40,11 +43,11 @@ class Speculating(Client):
         save_file(weights(1.0), folder / "draft" / "model.safetensors")
         model = SimpleNamespace(**{**vars(settings.model_config), "model": str(folder / "draft")})
         settings.compilation_config = SimpleNamespace(static_forward_context={})
-        settings.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=model)
+        settings.speculative_config = SimpleNamespace(method="draft_model", draft_model_config=model, **more)
         self.draft = Model()
         self.model_runner = SimpleNamespace(get_draft_model=lambda: self.draft if has_draft else None)
         if not is_elsewhere:
-            self.model_runner.drafter = SimpleNamespace()
+            setattr(self.model_runner, drafter, SimpleNamespace(_draft_vllm_config=settings))
         self.engine = ShmWorker(SimpleNamespace(backend="tq_shm"), settings, torch.device("cpu"), Model())
         super().__init__(self.engine)
 
@@ -138,6 +141,24 @@ def test_a_server_without_a_draft_refuses_one(tmp_path: Path) -> None:
         trainer.send_weights(deadline_s=20)
     server.engine.shutdown()
     trainer.shutdown()
+
+
+def test_the_draft_of_the_second_runner_takes_weights(tmp_path: Path) -> None:
+    server = Speculating(tmp_path, drafter="speculator")
+    trainer = introduced(server, both(2.0, 3.0))
+    trainer.send_weights(deadline_s=20)
+    assert server.has(2.0, 3.0)
+    trainer.shutdown()
+    server.engine.shutdown()
+
+
+def test_a_draft_with_a_quantized_copy_of_the_head_is_refused(tmp_path: Path) -> None:
+    server = Speculating(tmp_path, drafter="speculator", draft_lm_head_quantization="fp8")
+    trainer = introduced(server, both(2.0, 3.0))
+    with pytest.raises(NotSupported, match="draft_lm_head_quantization"):
+        trainer.send_weights(deadline_s=20)
+    trainer.shutdown()
+    server.engine.shutdown()
 
 
 def test_a_worker_of_a_pipeline_whose_draft_another_one_has_leaves_it_out(tmp_path: Path) -> None:

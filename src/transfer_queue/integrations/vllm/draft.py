@@ -29,6 +29,7 @@ log = logging.getLogger("transfer_queue.weights")
 INSIDE = (
     "the draft of this server lies in the checkpoint of its model: send its layers with the weights, as named there"
 )
+QUANTIZED = "it computes with a copy of the model's head that vLLM quantizes (draft_lm_head_quantization)"
 
 
 class DraftModel(ReloadTarget):
@@ -49,6 +50,8 @@ class DraftModel(ReloadTarget):
     ) -> None:
         """`NotSupported` for a model whose twin cannot be made."""
         ties = getattr(getattr(vllm_config, "speculative_config", None), "method", "") == "draft_model"
+        if getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None):
+            raise NotSupported(f"the draft of this server takes no weights: {QUANTIZED}")
         super().__init__(model, Checkpoint(vllm_config, model_config, may_tie=ties), agree)
         self._vllm_config, self._model_config = vllm_config, model_config
         self._inside = inside
@@ -62,22 +65,24 @@ class DraftModel(ReloadTarget):
     def of(
         runner: Any, vllm_config: Any, agree: Agrees, model_for: torch.nn.Module, checkpoint: Checkpoint
     ) -> DraftModel | None:
-        """That of vLLM's model runner; None where there is none, or it has no weights (n-grams). `NotSupported`."""
+        """That of vLLM's model runner, the first or the second (V2, with a GPU); None where there is none, or it has no
+        weights (n-grams). `NotSupported`."""
         settings = getattr(vllm_config, "speculative_config", None)
         model_config = getattr(settings, "draft_model_config", None)
         find = getattr(runner, "get_draft_model", None)
         model = find() if callable(find) else None
         if settings is None or model_config is None or not isinstance(model, torch.nn.Module):
             return None
-        make = getattr(runner.drafter, "_create_draft_vllm_config", None)
+        drafter = _drafter(runner)
+        make = getattr(drafter, "_create_draft_vllm_config", None)
         is_inside = settings.method != "draft_model" and model_config.model == vllm_config.model_config.model
-        made = make() if callable(make) else vllm_config
+        made = getattr(drafter, "_draft_vllm_config", None) or (make() if callable(make) else vllm_config)
         return DraftModel(model, made, model_config, agree, model_for, checkpoint if is_inside else None)
 
     @staticmethod
     def is_elsewhere(runner: Any, vllm_config: Any) -> bool:
         """Whether the last worker of the pipeline has the draft, and this one nothing."""
-        return getattr(vllm_config, "speculative_config", None) is not None and not hasattr(runner, "drafter")
+        return getattr(vllm_config, "speculative_config", None) is not None and _drafter(runner) is None
 
     def check(self, contents: Contents) -> None:
         """A version of the draft alone."""
@@ -164,6 +169,12 @@ class DraftModel(ReloadTarget):
         with contextlib.suppress(UnknownTensor, ShapeMismatch):
             return self._layers(self._inside.metas())
         return set()
+
+
+def _drafter(runner: Any) -> Any:
+    """What speculates in vLLM's model runner, by the name that it has in the first or in the second; None: nothing."""
+    found = getattr(runner, "drafter", None)
+    return getattr(runner, "speculator", None) if found is None else found
 
 
 def _shared(model: torch.nn.Module, draft: torch.nn.Module) -> list[str]:
