@@ -67,11 +67,12 @@ docs:
 	$(PYTHON) tools/docs.py $(ARGS)
 
 # The contract of storage engines with the real ones, each started here. Mooncake needs libibverbs1, librdmacm1, libnuma1,
-# libnl-3-200 and libnl-route-3-200 from the system. RayStore has a process of its own: in a cluster a service is an actor,
-# which has not the object store's options of this environment.
+# libnl-3-200 and libnl-route-3-200 from the system. Mooncake's Transfer Engine has a process of its own, for it crashes
+# where its store was used before; and RayStore: in a cluster a service is an actor, without the object store's options.
 test-engines: $(ENGINES)/.installed
 	TQ_ENGINES="ObjectStore MooncakeStore Yuanrong" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py \
-		tests/contract/test_mooncake_offload.py tests/contract/test_mooncake_hosts.py tests/contract/test_transports.py $(ARGS)
+		tests/contract/test_mooncake_offload.py tests/contract/test_mooncake_hosts.py $(ARGS)
+	TQ_ENGINES="MooncakeStore" $(ENGINES)/bin/python -m pytest tests/contract/test_transports.py $(ARGS)
 	TQ_ENGINES="RayStore" $(ENGINES)/bin/python -m pytest tests/contract/test_storage_engines.py tests/contract/test_ray_nodes.py $(ARGS)
 
 # The same engines, measured: ours, their own API, and TransferQueue 0.1.11. ARGS="--engine MooncakeStore".
