@@ -122,6 +122,11 @@ class Task:
         self.returned: dict[int, Returned] = {}  # by slot; of rows that were on a lease that ended without an ack
         self.max_deliver: int | None = None  # asked by one of its requests
         self.groups: list[Any] = []  # data-parallel ranks that share its rows (`dealing.RankGroup`), oldest first
+        self.loops: Any = None  # which of these ranks were told that nothing is left (`dealing.EndedLoops`)
+
+    def forget_ranks(self) -> None:
+        """Data-parallel ranks begin anew, whatever they had."""
+        self.groups, self.loops = [], None
 
     def touch(self, slots: Slots) -> None:
         """Whether these rows are used, or came back, may be another thing than before."""
