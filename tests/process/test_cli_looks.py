@@ -285,6 +285,14 @@ def test_dead_letters_have_a_short_name() -> None:
 
 
 @pytest.mark.usefixtures("filled")
+def test_dead_letters_of_a_task_that_is_not_there_name_those_that_are() -> None:
+    assert shown("dead", "train", "actor") == []
+    done = tq("dead", "train", "actr", "--address", transfer_queue.address())
+    assert done.returncode == 1
+    assert "task 'actr' never asked for rows of partition 'train'; the tasks that did: 'actor', 'bad'" in done.stderr
+
+
+@pytest.mark.usefixtures("filled")
 def test_one_frame_of_top_has_rates_and_who_waits() -> None:
     found = shown("top", "--once", "--interval", "0.1")
     assert found["rates"]["consumed"]["train"] == {"actor": 0.0, "bad": 0.0}

@@ -28,6 +28,7 @@ from transfer_queue import checkpoint
 from transfer_queue.client.describing import batch_meta
 from transfer_queue.client.effects import Call
 from transfer_queue.errors import (
+    DeadlineExceeded,
     InvalidInput,
     LeaseExpired,
     ServiceRestarted,
@@ -186,6 +187,22 @@ def test_dead_letters_and_versions_of_the_weights_come_back(machine: Machine) ->
     assert [one.reason for one in client.list_dead_letters("p", "t").redelivered.values()] == ["too long", "too long"]
     with pytest.raises(TimeoutError):
         client.admit("t", 1, 0, 2, timeout_s=0)
+
+
+def test_a_refused_row_is_held_back_and_its_deliveries_are_limited_as_before(machine: Machine) -> None:
+    client = machine.host.client
+    before = list(put(client, 1.0, 3).global_indexes)
+    for delay_s in (600.0, 0.05):
+        meta = fetch(client, 1, lease_s=60, sampling_config={"max_deliver": 2})
+        client.nack(meta, delay_s=delay_s, reason="too long")
+    for _ in range(2):  # from the facts, and from the snapshot that the first one begins with
+        client = machine.reboot().client
+        meta = fetch(client, 2, lease_s=60)
+        assert sorted(meta.global_indexes) == before[1:]
+        with pytest.raises(DeadlineExceeded):
+            fetch(client, 1, timeout_s=0)
+    client.nack(meta)
+    assert list(client.list_dead_letters("p", "t").global_indexes) == before[1:2]
 
 
 def claim(client: Any) -> Any:

@@ -122,6 +122,80 @@ def test_a_long_lease_is_renewed_while_the_session_of_a_lost_connection_would_be
 
 @pytest.mark.parametrize("way", [Client.nack, Client.release])
 @pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_a_loop_gave_back_is_not_acknowledged_when_the_loop_goes_on(
+    client: Client, way: Callable[..., int], workers: int
+) -> None:
+    put(client, 4)
+    client.set_partition("p", size=4)
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, micro_batch_size=1, **more)
+    for number, _ in enumerate(stream):
+        if number == 0:
+            way(client, stream.meta)
+        if number == 2:
+            break
+    assert sorted(xs(stream)) == [[0], [2], [3]]
+    assert used(client) == 4
+
+
+def test_a_place_names_the_rows_that_a_loop_gave_back_apart_from_those_that_it_used(client: Client) -> None:
+    put(client, 4)
+    client.set_partition("p", size=4)
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, micro_batch_size=1)
+    for number, _ in enumerate(stream):
+        if number == 0:
+            client.release(stream.meta)
+        if number == 2:
+            break
+    place = stream.state_dict()
+    assert [len(place[name]) for name in ("used_rows", "returned_rows")] == [1, 1]
+    other = tq.stream("p", ["x"], task="t", batch_size=4, micro_batch_size=1)
+    other.load_state_dict(place)
+    assert sorted(xs(other)) == [[0], [2], [3]]
+
+
+def test_an_async_loop_that_goes_on_gets_the_row_that_it_gave_back(client: Client) -> None:
+    put(client, 3)
+    client.set_partition("p", size=3)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=3, micro_batch_size=1)
+
+    async def loop(until_last: bool) -> list[int]:
+        found = []
+        async for data in stream:
+            found.append(int(data["x"]))
+            if not until_last and len(found) == 1:
+                await client.async_release(stream.meta)
+            if not until_last and len(found) == 3:
+                break
+        await stream.aclose()
+        return found
+
+    async def both() -> list[list[int]]:
+        return [await loop(False), await loop(True)]
+
+    assert asyncio.run(both()) == [[0, 1, 2], [0, 2]]
+
+
+def test_a_rank_that_goes_on_gets_as_many_micro_batches_as_the_others_and_uses_no_row_that_it_gave_back(
+    client: Client,
+) -> None:
+    put(client, 6)
+    client.set_partition("p", size=6)
+    first, second = (
+        tq.stream("p", ["x"], task="t", batch_size=3, micro_batch_size=1, dp_rank=rank, dp_size=2) for rank in (0, 1)
+    )
+    for number, _ in enumerate(first):
+        if number == 0:
+            client.release(first.meta)
+        if number == 2:
+            break
+    assert xs(first) == [[2]], "of three; the row that it gave back is others'"
+    assert xs(second) == [[3], [4], [5]]
+    assert xs(tq.stream("p", ["x"], task="t", batch_size=1)) == [[0]]
+
+
+@pytest.mark.parametrize("way", [Client.nack, Client.release])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_in_hand_that_is_refused_or_released_comes_again_and_the_others_count_as_used(
     client: Client, workers: int, way: Callable[[Client, BatchMeta], int]
 ) -> None:

@@ -103,3 +103,60 @@ def test_what_a_rank_left_that_does_not_come_back_is_dealt_to_those_who_began_an
     assert (loop(box, 0, 1), box.answers()) == ("waits", [])
     box.end_session(b"1.0")
     assert box.answers() == [((0, 1), [1])]
+
+
+def test_a_rank_that_alone_begins_again_and_again_waits_for_no_rank_that_has_ended() -> None:
+    box = Ranks(2, 1)
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    box.put(2)
+    for rank in (0, 1):
+        assert loop(box, rank, 0)[1] == [rank]
+    box.ack(1)
+    assert [box.ask(rank, 1, until_done=True, session=b"%d.0" % rank) for rank in (0, 1)] == ["done", "done"]
+    box.nack(2, [1], 0.0)
+    box.end_session(b"0.0"), box.end_session(b"1.0")
+    for number in range(1, 5):  # row 1 is rank 0's each time, and rank 0 does not come
+        assert loop(box, 1, number) == (0, [1]), "once more, so that both get as many"
+        assert box.ask(1, 1, until_done=True, session=b"1.%d" % number) == "done"
+        box.end_session(b"1.%d" % number)
+    assert loop(box, 0, 1)[1] == [1]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_a_rank_that_begins_anew_waits_for_a_late_one_that_has_not_ended_before(has_left: bool) -> None:
+    box = Ranks(2, 1)
+    box.handle(m.SetPartition(1, "p", 2, {}))
+    box.put(2)
+    assert loop(box, 0, 0)[1] == [0]
+    box.ack(1)
+    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done"
+    if has_left:
+        box.end_session(b"0.0")
+    assert loop(box, 0, 1) == "waits"
+    assert loop(box, 1, 0)[1] == [1]
+    box.ack(2)
+    assert box.ask(1, 1, until_done=True, session=b"1.0") == "done"
+
+
+def test_rows_of_a_loop_that_only_one_rank_began_again_are_dealt_when_it_has_left() -> None:
+    box = Ranks(3, 1)
+    box.handle(m.SetPartition(1, "p", 3, {}))
+    box.put(3)
+    for rank in range(3):
+        assert loop(box, rank, 0)[1] == [rank]
+    box.ack(1), box.ack(2)
+    for rank in range(3):
+        assert box.ask(rank, 1, until_done=True, session=b"%d.0" % rank) == "done"
+    box.nack(3, [2], 0.0)
+    for rank in range(3):
+        box.end_session(b"%d.0" % rank)
+    assert loop(box, 1, 1) == (0, [2])
+    lease, rows = loop(box, 0, 1)
+    assert rows == [2]
+    for rank in (1, 0):
+        assert box.ask(rank, 1, until_done=True, session=b"%d.1" % rank) == "done"
+    box.nack(lease, rows, 0.0)
+    box.end_session(b"1.1")
+    assert loop(box, 1, 2) == "waits", "rank 0 has not left"
+    box.end_session(b"0.1")
+    assert box.answers() == [((1, 2), [2])], "rank 2 need not come for what it was told to be over"

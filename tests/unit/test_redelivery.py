@@ -154,12 +154,30 @@ def test_a_checkpoint_has_attempts_and_dead_letters() -> None:
     assert again.fetch(1) == rows[2:]
 
 
-def test_after_a_load_nothing_waits() -> None:
-    box, _ = filled(1)
-    box.nack(box.lend(1)[0], delay_s=50.0)
+def test_after_a_load_a_refused_row_waits_as_long_as_was_asked() -> None:
+    box, rows = filled(3)
+    for delay_s in (50.0, 20.0):
+        box.nack(box.lend(1)[0], delay_s=delay_s)
     again = reloaded(box)
+    assert again.fetch(1) == rows[2:]
+    again.expire(0.0)
+    again.expire(19.9)
+    with pytest.raises(DeadlineExceeded):
+        again.fetch(1)
+    again.expire(20.0)
     assert told(again) == [(0, 1, "refused")]
-    assert again.controller.next_deadline() == 10.0, "of the lease"
+    assert again.controller.next_deadline() == 30.0, "of the lease"
+    again.expire(50.0)
+    assert again.lend(1)[1] == rows[:1]
+
+
+def test_after_a_load_the_number_of_deliveries_that_was_asked_for_counts() -> None:
+    box, rows = filled(1)
+    lease, _ = box.lend(1, max_deliver=2)
+    box.nack(lease)
+    again = reloaded(box)
+    again.nack(again.lend(1)[0], reason="nan")
+    assert again.dead_letters() == {rows[0]: (2, "nan")}
 
 
 @pytest.mark.parametrize(("delay_s", "reason"), [(-1.0, ""), (float("nan"), ""), (float("inf"), ""), (0.0, "x" * 1025)])

@@ -42,6 +42,17 @@ def test_a_row_ages_with_each_version_that_is_announced(box: Box) -> None:
     assert box.controller.staleness.num_stale == {"one": 2}
 
 
+def test_who_waits_is_told_of_rows_whose_epoch_was_not_announced(box: Box) -> None:
+    box.announce(10)
+    box.put(2, tags=[{"weight_version": 10}] * 2)
+    box.made_by(10, epoch="another")
+    text = (
+        "3 too old because their epoch of the weights was not announced, 2 of them for want of the tag 'weight_epoch'"
+    )
+    with pytest.raises(DeadlineExceeded, match=text):
+        box.fetch(1, **lag(0))
+
+
 def test_announcing_again_changes_nothing_and_older_ones_are_refused(box: Box) -> None:
     assert [box.announce(3), box.announce(3), box.announce(5)] == [1, 1, 2]
     with pytest.raises(StaleVersion):

@@ -15,6 +15,7 @@ from transfer_queue.errors import InvalidInput
 
 if TYPE_CHECKING:
     from transfer_queue.bundles.bundle import SavedRow
+    from transfer_queue.client.client import TransferQueueClient
     from transfer_queue.wire.messages import TakenBatch
 
 
@@ -28,6 +29,8 @@ def dead_letters(
     """Rows that a task tried as often as it may, and why in vain."""
     with attached(address) as client:
         found = client.list_dead_letters(partition, task)
+        if not len(found):
+            _check_task(client, partition, task)
         if requeue:
             client.requeue_dead_letters(partition, task, found)
     rows = [
@@ -40,6 +43,17 @@ def dead_letters(
         print_table(("row", "attempts", "reason", "tags"), [list(row.values()) for row in rows])
         if requeue:
             print(f"{len(rows)} queued again")
+
+
+def _check_task(client: TransferQueueClient, partition: str, task: str) -> None:
+    """Raises `InvalidInput` for a task that never asked for a row of a partition."""
+    known = next((one.tasks for one in client.overview(0).partitions if one.name == partition), None)
+    names = [one.name for one in known or ()]
+    if known is not None and task not in names:
+        tasks = ", ".join(map(repr, names)) or "none"
+        raise InvalidInput(
+            f"task {task!r} never asked for rows of partition {partition!r}; the tasks that did: {tasks}"
+        )
 
 
 def replay(

@@ -509,7 +509,7 @@ class Controller:
             task = table.task(name)
             self._leases.revoke(task)
             self._unreceived.void(table, name)
-            task.groups = []
+            task.forget_ranks()
             self._fetching.steps.reset(name)
             task.reset(table)
             self.staleness.review(table, name)

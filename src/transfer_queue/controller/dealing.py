@@ -15,14 +15,15 @@ Where some rank was told of the end before, or where it is left over at the end 
 loose.
 
 When the last member of a group has ended it is forgotten, and all that was kept for it is free; where a rank has not
-asked yet, the rows are free and loose, and the group stays. It is also forgotten when consumption is reset, and when
-the partition goes.
+asked yet, the rows are free and loose, and the group stays. It does not stay in the way of a later group for the sake
+of ranks that were told of the end of these very rows before: they need not come once more. It is also forgotten when
+consumption is reset, and when the partition goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -92,6 +93,14 @@ class Dealt(Protocol):
     def size(self) -> int: ...
 
 
+class EndedLoops(NamedTuple):
+    """The `ranks` of `dp_size` that were told that nothing is left, since the row `last` (a global index) came."""
+
+    dp_size: int
+    last: int
+    ranks: set[int]
+
+
 class RankGroup:
     """`follows`: whether another one was there when it began."""
 
@@ -113,10 +122,13 @@ class RankGroup:
     def sessions(self) -> set[bytes]:
         return set().union(*self.members.values())
 
-    @property
-    def is_late(self) -> bool:
-        """Whether some rank has a share and has never asked: it is still to come, though the others have ended."""
-        return len(self.members) < self.dp_size and bool(self.deals)
+    def is_late(self, table: Table, task: Task) -> bool:
+        """Whether some rank has a share and has never asked: it is still to come, though the others have ended. Nobody
+        who has begun anew waits for one that was told of the end of these rows before."""
+        late = set(range(self.dp_size)) - self.members.keys()
+        if not late or not self.deals:
+            return False
+        return task.groups[-1] is self or not late <= _ended_loops(table, task, self.dp_size)
 
     @property
     def is_told(self) -> bool:
@@ -235,6 +247,8 @@ class Dealing:
         group.first[rank] = min(batch, group.first.get(rank, batch))
         group.members.setdefault(rank, set()).add(session)
         self._of_session.setdefault(session, set()).add((table.name, message.task))
+        while left := next((one for one in task.groups if not one.sessions and not one.is_late(table, task)), None):
+            self.disband(table, message.task, left)
         return group
 
     def _is_past(self, table: Table, task: Task, group: RankGroup) -> bool:
@@ -262,6 +276,7 @@ class Dealing:
             group.ended = batch if group.ended is None else group.ended
         group.told.add(rank)
         group.finished.add(session)
+        _note_end(table, table.task(message.task), group.dp_size, rank)
         return True
 
     def num_left(self, table: Table, message: Fetch, group: RankGroup) -> int:
@@ -325,6 +340,7 @@ class Dealing:
         task = table.task(message.task)
         for group in list(task.groups):
             self.disband(table, message.task, group)
+        task.forget_ranks()
         group = RankGroup(message.dp_size, message.batch_size)
         task.groups.append(group)
         _, batch = rank_and_batch(message)
@@ -415,7 +431,7 @@ class Dealing:
         for members in group.members.values():
             members.discard(session)
         group.finished.discard(session)
-        if not group.sessions and group.is_late:
+        if not group.sessions and group.is_late(table, table.tasks[name]):
             self._offer(table, name, group.kept_slots(table, table.tasks[name]))
         elif not group.sessions:
             self.disband(table, name, group)
@@ -433,7 +449,7 @@ class Dealing:
     def forget(self, table: Table) -> None:
         """Forget the groups of a partition, whose rows need nothing any more."""
         for task in table.tasks.values():
-            task.groups = []
+            task.forget_ranks()
 
     def _offer(self, table: Table, name: str, slots: Slots, is_news: bool = False) -> None:
         """Those of these rows that are kept for a rank are so no longer. `is_news` to others also where none is."""
@@ -449,6 +465,21 @@ def _dealt(groups: list[RankGroup], rows: Slots) -> Iterator[tuple[RankGroup, Sh
         mine = own[np.isin(own, rows)]
         if len(mine):
             yield group, share, mine
+
+
+def _ended_loops(table: Table, task: Task, dp_size: int) -> set[int]:
+    """The ranks that were told of the end of the rows that there are: none came since."""
+    known = task.loops
+    is_of_these = known is not None and known.dp_size == dp_size and known.last >= table.last_index
+    return known.ranks if is_of_these else set()
+
+
+def _note_end(table: Table, task: Task, dp_size: int, rank: int) -> None:
+    """A rank is told that nothing is left."""
+    ranks = _ended_loops(table, task, dp_size)
+    if not ranks:
+        task.loops = EndedLoops(dp_size, table.last_index, ranks)
+    ranks.add(rank)
 
 
 def rank_and_batch(message: Fetch) -> tuple[int, int]:

@@ -31,7 +31,8 @@ class Applied(Fact, tag=0):
 class RowsTaken(Fact, tag=1):
     """What `rows` (int64 indexes) are to a task: one byte each, `USED`, `KEPT` by its sampler, or 0; and (position in
     `rows`, attempts, reason, dead) of those that came back to it, the others did not. `fates`: one byte each, as
-    `readiness.Task.fates`; empty where none has any."""
+    `readiness.Task.fates`; empty where none has any. `delays`: (position in `rows`, seconds) of those that are held
+    back. `max_deliver`: what its requests asked for, 0 where none did."""
 
     partition: str
     task: str
@@ -39,6 +40,8 @@ class RowsTaken(Fact, tag=1):
     used: bytes
     returned: list[tuple[int, int, str, bool]]
     fates: bytes = b""
+    delays: list[tuple[int, float]] = []
+    max_deliver: int = 0
 
 
 class Granted(Fact, tag=2):

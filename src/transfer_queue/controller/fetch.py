@@ -238,7 +238,7 @@ class Fetching:
         task = table.tasks[name]
         self.leases.revoke(task)
         self.unreceived.void(table, name)
-        task.groups = []
+        task.forget_ranks()
         task.free()
         self.calls.tell(self.sampler.offer_again, table.name, name, set(table.index[table.live_slots()].tolist()))
 

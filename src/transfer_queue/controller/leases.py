@@ -118,10 +118,12 @@ class Leases:
         left out."""
         if isinstance(message, m.Renew):
             return self._renew(message, session)
-        lease = self._live(message.lease)
+        lease, returned = self._live(message.lease), b""
         match message:
             case m.Ack(rows=rows):
-                if not message.but_returned:
+                if message.but_returned:
+                    returned = _returned(lease, rows)
+                else:
                     self.check(lease.number, rows)
                 self._end_rows(lease, rows, used=True)
             case m.Release(rows=rows):
@@ -129,7 +131,7 @@ class Leases:
             case m.Nack(rows=rows, delay_s=delay_s, reason=reason):
                 check_attempt(delay_s, reason)
                 self._end_rows(lease, rows, used=False, attempt=FailedAttempt(reason or UNTOLD, delay_s, True))
-        return m.Lent(message.rid, self._left(lease))
+        return m.Lent(message.rid, self._left(lease), returned)
 
     def check(self, number: int, rows: bytes | None) -> None:
         """`LeaseExpired` unless these rows of a lease can be acknowledged."""
@@ -262,6 +264,12 @@ class Leases:
         assert {n for held in self._held.values() for n in held} <= self._leases.keys()
         assert all(self._held.values())
         assert not self._ended_ones.keys() & self._leases.keys()
+
+
+def _returned(lease: Lease, rows: bytes | None) -> bytes:
+    """Those of these rows of a lease, None for all, that were given back."""
+    given_back = np.fromiter(sorted(lease.given_back), np.int64)
+    return (given_back if rows is None else np.intersect1d(indexes_of(rows), given_back)).tobytes()
 
 
 def check_lease(lease_s: float) -> None:

@@ -87,8 +87,8 @@ class Ledger:
 
     def _write_down(self) -> None:
         for watch in self._touched:
-            slots = watch.taken()
-            if self.tables.get(watch.table.name) is watch.table and len(slots):
+            has_news, slots = watch.has_new_terms, watch.taken()
+            if self.tables.get(watch.table.name) is watch.table and (len(slots) or has_news):
                 self._facts.append(_taken(watch.table, watch.name, slots))
         self._touched.clear()
         self._facts += [f.Granted(task, *grant) for task, grant in self._granted.items()]
@@ -101,8 +101,13 @@ class TaskWatch:
     def __init__(self, touched: list[TaskWatch], table: Consumed, name: str) -> None:
         self.table = table
         self.name = name
+        self.has_new_terms = False
         self._touched = touched
         self._slots: list[Slots] = []
+
+    def note_terms(self) -> None:
+        self.has_new_terms = True
+        self.touch(np.empty(0, np.int64))
 
     def touch(self, slots: Slots) -> None:
         if not self._slots:
@@ -117,7 +122,7 @@ class TaskWatch:
     def taken(self) -> Slots:
         """The slots of live rows that were touched, which are forgotten here."""
         slots = self._slots[0] if len(self._slots) == 1 else np.unique(np.concatenate(self._slots))
-        self._slots = []
+        self._slots, self.has_new_terms = [], False
         return slots[self.table.alive[slots]]
 
 
@@ -133,4 +138,6 @@ def _taken(table: Consumed, name: str, slots: Slots) -> f.RowsTaken:
     return f.RowsTaken(
         table.name, name, table.index[slots].tobytes(), used.astype(np.uint8).tobytes(), returned,
         fates.tobytes() if fates.any() else b"",
+        [(place, delay_s) for place, *_ in returned if (delay_s := task.delay_of(int(slots[place])))],
+        task.max_deliver or 0,
     )  # fmt: skip

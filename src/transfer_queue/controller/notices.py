@@ -7,9 +7,10 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from transfer_queue.controller.readiness import KEPT, Task
-from transfer_queue.controller.staleness import Staleness
+from transfer_queue.controller.readiness import KEPT, TOO_OLD, Task
+from transfer_queue.controller.staleness import EPOCH, Staleness
 from transfer_queue.controller.table import Table
+from transfer_queue.controller.weight_versions import FOREIGN
 from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.names import hint
 from transfer_queue.sampler.base import BaseSampler
@@ -90,7 +91,7 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     size += f" and {table.cleared} cleared" if table.cleared else ""
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
     task = table.task(message.task)
-    taken = _taken(message, task, sampler) + _away(message, table, task)
+    taken = _taken(message, task, sampler) + _foreign(table, task) + _away(message, table, task)
     return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
 
 
@@ -122,7 +123,7 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
     if task is not None and task.limit is not None and task.limit.max_age is not None:
         text += f", none of them more than {task.limit.max_age} versions of the weights old"
     if table is not None and task is not None:
-        text += _away(message, table, task) + _had(message, table, task)
+        text += _foreign(table, task) + _away(message, table, task) + _had(message, table, task)
     unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
     return f"{text}; nobody has written {unwritten} there" if unwritten else text
 
@@ -145,6 +146,19 @@ def _written(fields: Iterable[str], table: Table, counts: Counts) -> Iterable[st
         if count is None:
             count = counts[table.name, name] = int(np.count_nonzero(table.cells[field.number, table.live()]))
         yield f"{name!r} written on {count}"
+
+
+def _foreign(table: Table, task: Task) -> str:
+    """How many rows count as too old because of the epoch that they name, or do not name."""
+    if task.limit is None or not task.limit.judges:
+        return ""
+    live = table.live_slots()
+    slots = live[(table.row_versions.born[live] == FOREIGN) & (task.fates[live] & TOO_OLD != 0)].tolist()
+    if not slots:
+        return ""
+    bare = sum(EPOCH not in (table.tags[slot] or {}) for slot in slots)
+    why = f", {bare} of them for want of the tag {EPOCH!r}" if bare else ""
+    return f", {len(slots)} too old because their epoch of the weights was not announced{why}"
 
 
 def _away(message: m.Fetch, table: Table, task: Task) -> str:

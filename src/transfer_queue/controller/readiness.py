@@ -85,19 +85,21 @@ class Written(Protocol):
 
 
 class Returned(NamedTuple):
-    """A row that came back `attempts` times, the last time for this `reason`. It is offered again at `due`, or never
-    when it is `dead`."""
+    """A row that came back `attempts` times, the last time for this `reason`. It is offered again at `due`, `delay_s`
+    after that, or never when it is `dead`."""
 
     attempts: int
     reason: str
     due: float
     dead: bool
+    delay_s: float = 0.0
 
 
 class Watch(Protocol):
-    """Who hears of it when what a task used is another thing than before."""
+    """Who hears of it when what a task used, or what it asked for, is another thing than before."""
 
     def touch(self, slots: Slots) -> None: ...
+    def note_terms(self) -> None: ...
     def moved(self, order: Slots) -> None: ...
 
 
@@ -122,11 +124,23 @@ class Task:
         self.returned: dict[int, Returned] = {}  # by slot; of rows that were on a lease that ended without an ack
         self.max_deliver: int | None = None  # asked by one of its requests
         self.groups: list[Any] = []  # data-parallel ranks that share its rows (`dealing.RankGroup`), oldest first
+        self.loops: Any = None  # which of these ranks were told that nothing is left (`dealing.EndedLoops`)
+
+    def forget_ranks(self) -> None:
+        """Data-parallel ranks begin anew, whatever they had."""
+        self.groups, self.loops = [], None
 
     def touch(self, slots: Slots) -> None:
         """Whether these rows are used, or came back, may be another thing than before."""
         if self.watch is not None and len(slots):
             self.watch.touch(slots)
+
+    def allow(self, deliveries: int) -> None:
+        """A request asks for so many deliveries of a row: of those that ask, the strictest counts."""
+        if self.max_deliver is None or deliveries < self.max_deliver:
+            self.max_deliver = deliveries
+            if self.watch is not None:
+                self.watch.note_terms()
 
     def view(self, fields: tuple[str, ...], table: Written) -> ReadyView:
         """The view over `fields`, built by one scan when it is new."""
@@ -270,6 +284,16 @@ class Task:
         self.forgive(slots)
         for view in self.views.values():
             view.remove(slots)
+
+    def delay_of(self, slot: int) -> float:
+        """For how long a row is held back that was refused; 0 for one that is not, or no longer."""
+        return self.returned[slot].delay_s if self.lease[slot] == DELAYED and slot in self.returned else 0.0
+
+    def hold_back(self, slots: Slots, delays: Sequence[float]) -> None:
+        """These rows are offered again later, as they were about to be when they were written down."""
+        for slot, delay_s in zip(slots.tolist(), delays, strict=True):
+            self.returned[slot] = self.returned[slot]._replace(delay_s=delay_s)
+        self.reserve(slots, DELAYED)
 
     def resize(self, order: Slots | None, capacity: int) -> None:
         """Follow the table: grow to `capacity`, or keep only the slots in `order`."""

@@ -10,7 +10,8 @@ import numpy as np
 from transfer_queue.controller import facts as f
 from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.controller import Controller
-from transfer_queue.controller.readiness import RESERVED, SPENT, TOO_OLD, Returned
+from transfer_queue.controller.deadlines import NO_TIME
+from transfer_queue.controller.readiness import DELAYED, RESERVED, SPENT, TOO_OLD, Returned
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.taken import TakenDeal, TakenRows
 from transfer_queue.errors import CheckpointCorrupt, InternalError, JournalCorrupt, TransferQueueError
@@ -61,6 +62,7 @@ class Recovery:
         controller.reserved_rows, controller.max_rows = self._reserved, self._max_rows
         state.max_rows = self._max_rows
         state.fetching.steps.end_leases()
+        state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
         lives = list(state.lineage.ends)
         if lives:
@@ -85,6 +87,7 @@ class Recovery:
         used = np.frombuffer(fact.used, np.uint8)
         if len(used) != len(slots) or bool((slots < 0).any()):
             raise CheckpointCorrupt("rows that are not there")
+        task.take_back(slots, DELAYED, used=False)
         task.consume(task.claim(slots[(used == f.USED) & ~task.consumed[slots]]))
         task.give_back(slots[used != f.USED])
         task.take_back(slots[used == 0], RESERVED, used=False)
@@ -95,7 +98,9 @@ class Recovery:
             for what in (TOO_OLD, SPENT):
                 task.note_fate(slots[fates & what != 0], what)
         for place, attempts, reason, dead in fact.returned:
-            task.returned[int(slots[place])] = Returned(attempts, reason, 0.0, dead)
+            task.returned[int(slots[place])] = Returned(attempts, reason, NO_TIME, dead)
+        task.hold_back(slots[[place for place, _ in fact.delays]], [delay_s for _, delay_s in fact.delays])
+        task.max_deliver = fact.max_deliver or task.max_deliver
 
     def _granted(self, fact: f.Granted) -> None:
         self._controller.staleness.admissions.tasks[fact.task] = AdmissionGrant(fact.base, fact.rows)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transfer_queue.controller.deadlines import NO_TIME
 from transfer_queue.controller.leases import FailedAttempt
 from transfer_queue.controller.readiness import DELAYED, Returned, Slots, Task
 from transfer_queue.controller.table import Table, rows_bytes
@@ -70,10 +71,10 @@ class Redelivery:
         self._num_kept = MIN_KEPT  # how many were left when they were looked through
 
     def govern(self, task: Task, asked: Mapping[str, Any]) -> None:
-        """Hold a task to what a request asks for: of those that ask, the strictest counts."""
+        """Hold a task to what a request asks for."""
         number = asked.get(MAX_DELIVER)
         if number is not None:
-            task.max_deliver = number if task.max_deliver is None else min(number, task.max_deliver)
+            task.allow(number)
 
     def came_back(self, table: Table, name: str, slots: Slots, attempt: FailedAttempt, now: float) -> None:
         """A lease on these rows of a task ended, and nobody used them."""
@@ -84,20 +85,39 @@ class Redelivery:
             before = task.returned.get(slot)
             attempts = 1 if before is None else before.attempts + 1
             dead[place] = attempts >= allowed
-            task.returned[slot] = Returned(attempts, attempt.reason, due, bool(dead[place]))
+            task.returned[slot] = Returned(attempts, attempt.reason, due, bool(dead[place]), attempt.delay_s)
         task.touch(slots)
         task.consume(slots[dead])
         self._given_up(name, task.spend(slots[dead]))
         late = slots[~dead]
         if attempt.delay_s > 0 and len(late):
             task.reserve(late, DELAYED)
-            delay = Delay(due, next(self._numbers), table, name, table.index[late])
-            heapq.heappush(self._delays, delay)
+            self._wait(due, table, name, late)
             if len(self._delays) > 2 * self._num_kept:
                 self._forget_the_gone()
         if attempt.is_refusal:
             self._refused(table, name, slots)
         self._offered(table, name, slots)
+
+    def _wait(self, due: float, table: Table, name: str, slots: Slots) -> None:
+        heapq.heappush(self._delays, Delay(due, next(self._numbers), table, name, table.index[slots]))
+
+    def resume(self, now: float) -> None:
+        """Of rows that came with a saved state or from a journal: those that were held back are so from now on, for as
+        long as was asked. Before the first event, at `NO_TIME`, from that event on."""
+        for table in self._tables.values():
+            for name, task in table.tasks.items():
+                if DELAYED in task.lent:
+                    self._begin(now, table, name, np.flatnonzero(task.lease == DELAYED))
+
+    def _begin(self, now: float, table: Table, name: str, slots: Slots) -> None:
+        task = table.tasks[name]
+        delays = np.array([task.delay_of(slot) for slot in slots.tolist()])
+        for delay_s in np.unique(delays).tolist():
+            late = slots[delays == delay_s]
+            for slot in late.tolist():
+                task.returned[slot] = task.returned[slot]._replace(due=now + delay_s)
+            self._wait(now + delay_s, table, name, late)
 
     def next_deadline(self) -> float | None:
         """When the first of the rows that wait is offered again."""
@@ -106,11 +126,15 @@ class Redelivery:
     def expire(self, now: float) -> None:
         """Offer the rows again whose time has come."""
         while self._delays and self._delays[0].due <= now:
-            _, _, table, name, rows = heapq.heappop(self._delays)
+            begins, _, table, name, rows = heapq.heappop(self._delays)
             if self._tables.get(table.name) is not table:
                 continue
             task, slots = table.tasks[name], table.slots_of(rows)
             slots = slots[slots >= 0]
+            if begins == NO_TIME:
+                fresh = [task.delay_of(slot) > 0 and task.returned[slot].due == NO_TIME for slot in slots.tolist()]
+                self._begin(now, table, name, slots[np.array(fresh, np.bool_)])
+                continue
             due = [slot in task.returned and task.returned[slot].due <= now for slot in slots.tolist()]
             free = task.take_back(slots[np.array(due, np.bool_)], DELAYED, used=False)
             if len(free):

@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.block_index import BlockEntry
+from transfer_queue.controller.deadlines import NO_TIME
+from transfer_queue.controller.leases import MAX_LEASE_S
 from transfer_queue.controller.readiness import Returned
+from transfer_queue.controller.redelivery import MAX_NUMBER
 from transfer_queue.controller.saved_state import SavedController, SavedGroup, SavedReturn, SavedTable, read, refuse
 from transfer_queue.controller.snapshot import sampler_name
 from transfer_queue.controller.state import ControllerState
@@ -237,6 +240,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, s
     for table in gone:
         state.cleared_partitions.add(table, before)
     fetching.steps.restore(steps, saved.next_batch)
+    fetching.redelivery.resume(fetching.leases.now)
     for table in tables.values():
         table.away = state.units_away  # those of now: some came and went while the draft was made
         if state.units_away:
@@ -315,15 +319,22 @@ def _add_tasks(table: Table, saved: SavedTable) -> Steps[None]:
         for at in range(0, len(returned), PIECE):
             _add_returned(table, name, returned[at : at + PIECE])
             yield
+    for name, number in saved.max_deliver.items():
+        if not 1 <= number < MAX_NUMBER:
+            refuse(f"deliveries of {saved.name!r} to {name!r}")
+        table.task(name).max_deliver = number
 
 
 def _add_returned(table: Table, name: str, saved: list[SavedReturn]) -> None:
-    """What was about to be offered again later is offered at once."""
     task = table.task(name)
     for one in saved:
-        if not 0 <= one.position < table.size or one.attempts < 1 or (one.dead and not task.consumed[one.position]):
+        at, is_late = one.position, one.delay_s > 0
+        fits = 0 <= at < table.size and one.attempts >= 1 and 0 <= one.delay_s < MAX_LEASE_S
+        if not fits or (one.dead and not task.consumed[at]) or (is_late and (task.consumed[at] or task.lease[at])):
             refuse(f"rows of {table.name!r} that came back to {name!r}")
-        task.returned[one.position] = Returned(one.attempts, one.reason, 0.0, one.dead)
+        task.returned[at] = Returned(one.attempts, one.reason, NO_TIME, one.dead)
+        if is_late:
+            task.hold_back(np.array([at]), [one.delay_s])
 
 
 def _add_keys_and_tags(

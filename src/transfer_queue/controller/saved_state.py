@@ -36,12 +36,14 @@ class SavedGroup(msgspec.Struct):
 
 
 class SavedReturn(msgspec.Struct, array_like=True):
-    """A row that a task had on a lease and did not use (`readiness.Returned`). `dead`: it counts as consumed."""
+    """A row that a task had on a lease and did not use (`readiness.Returned`). `dead`: it counts as consumed.
+    `delay_s`: for how long it is held back, 0 for one that is offered."""
 
     position: int
     attempts: int
     reason: str
     dead: bool
+    delay_s: float = 0.0
 
 
 class SavedTable(msgspec.Struct):
@@ -54,7 +56,7 @@ class SavedTable(msgspec.Struct):
     storage unit. `cleared`, `over`: as of a `Table`. `kept`: int64 positions of rows that the sampler keeps for later
     requests of a task, which once were `consumed`. `fates`: one byte per position (`readiness.Task.fates`), for tasks
     with some; `stale`: their `num_stale`. `rewritten`, `retagged`: `rewrites.Rewrites.cells` and `tags`, int64 over the
-    positions; empty where nothing changed.
+    positions; empty where nothing changed. `max_deliver`: of tasks whose requests asked for one.
     """
 
     name: str
@@ -79,6 +81,7 @@ class SavedTable(msgspec.Struct):
     over: int = 0
     rewritten: dict[str, memoryview] = {}
     retagged: memoryview = memoryview(b"")
+    max_deliver: dict[str, int] = {}
 
     def key_chunks(self) -> Iterator[list[str | None]]:
         """Raises `CheckpointCorrupt`."""

@@ -123,13 +123,14 @@ def _saved_table(table: Table, entries: dict[int, BlockEntry]) -> SavedTable:
         table.over,
         {name: _packed(times) for name, times in rewritten.items()},
         _packed(retagged),
+        {name: task.max_deliver for name, task in table.tasks.items() if task.max_deliver},
     )
 
 
 def _returned(task: Task, live: Slots) -> list[SavedReturn]:
     places = np.searchsorted(live, list(task.returned)).tolist()
-    pairs = zip(places, task.returned.values(), strict=True)
-    return [SavedReturn(place, one.attempts, one.reason, one.dead) for place, one in pairs]
+    pairs = zip(places, task.returned.items(), strict=True)
+    return [SavedReturn(place, one.attempts, one.reason, one.dead, task.delay_of(slot)) for place, (slot, one) in pairs]
 
 
 def _chunks(values: list[Any], slots: list[int]) -> list[memoryview]:

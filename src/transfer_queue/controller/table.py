@@ -116,6 +116,11 @@ class Table:
         return np.arange(start, end)
 
     @property
+    def last_index(self) -> int:
+        """The index of the row that came last, as far as that is known: cleared ones may be forgotten. -1 for none."""
+        return int(self.index[self.size - 1]) if self.size else -1
+
+    @property
     def num_rows(self) -> int:
         """Rows that someone claimed."""
         return self.num_alive - len(self.unclaimed)

@@ -39,6 +39,12 @@ class Receipt(NamedTuple):
         return m.Ack(session.next_rid(), self.lease, self.rows, self.service_id, but_returned=True)
 
 
+def rows_in(data: bytes) -> list[int]:
+    """Global indexes that travelled as int64."""
+    rows: list[int] = memoryview(data).cast("q").tolist()
+    return rows
+
+
 def with_receipts(items: Iterable[Any], meta: BatchMeta, batch_index: int) -> Iterator[tuple[Any, Receipt]]:
     """Each item with its receipt. `meta` is that of the whole batch.
 
@@ -80,23 +86,26 @@ def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.empty(0, np.int64)
 
 
-def acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
-    """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
+def acknowledge(client: TransferQueueClient, receipt: Receipt) -> bytes:
+    """Those of the rows that had been given back. Raises `LeaseExpired` when they went to somebody else meanwhile."""
     session = client.session
     ack = receipt.ack(session)
-    if ack is not None:
-        note = noting(session, "ack")
-        session.call(Call(ack))
-        if note is not None:
-            note.posted(ack)
+    if ack is None:
+        return b""
+    note = noting(session, "ack")
+    reply: m.Lent = session.call(Call(ack))[0]
+    if note is not None:
+        note.posted(ack)
+    return reply.returned
 
 
 class Acks:
     """Acknowledgements of one stream: the answer to one is looked at before the next is sent, so that none is waited
-    for. Has a connection of its own; for one thread."""
+    for. Has a connection of its own; for one thread. Rows that had been given back are added to `returned`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, returned: set[int]) -> None:
         self._session = session
+        self._returned = returned
         self._connection: Connection | None = None
         self._sent: m.Ack | None = None
 
@@ -126,10 +135,10 @@ class Acks:
             reply, _ = self._connection.answer(sent, self._session.timeout_s)
         except (ServiceUnavailable, DeadlineExceeded):
             self.close()
-            self._session.call(Call(sent))  # under its number: it has one outcome
-            return
+            reply, _ = self._session.call(Call(sent))  # under its number: it has one outcome
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
+        self._returned.update(rows_in(reply.returned))
 
     def close(self) -> None:
         if self._connection is not None:

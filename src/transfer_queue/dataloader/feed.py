@@ -48,11 +48,19 @@ class Key(NamedTuple):
     batch_index: int
 
 
+class LeftOut(NamedTuple):
+    """Rows that are not delivered: `used` ones are acknowledged, `returned` ones given back again."""
+
+    used: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What is fetched. `until_done`: the end comes when the task has used the whole partition. `until_cleared`: and
     when the partition was cleared, once there was a batch of it. `dp_size`: of how many ranks this is one (0: of none).
-    `skip`: rows of batch `skip_in` that were used before, which are left out of it."""
+    `skip`: rows of batch `skip_in` that were in the consumer's hands before, which are left out of it; it gave some of
+    them back, the `returned`."""
 
     data_fields: list[str]
     batch_size: int
@@ -63,6 +71,7 @@ class Terms:
     holder: bytes
     skip: frozenset[int] = frozenset()
     skip_in: int = 0
+    returned: frozenset[int] = frozenset()
     dp_size: int = 0
     until_cleared: bool = False
 
@@ -81,6 +90,12 @@ class Terms:
 
     def skipped(self, key: Key) -> frozenset[int]:
         return self.skip if key.batch_index == self.skip_in else frozenset()
+
+    def left_out(self, key: Key) -> LeftOut:
+        """What a batch is without. Rows that were given back come again, but not to one of several ranks, which would
+        get more micro-batches than the others."""
+        skip = self.skipped(key)
+        return LeftOut(skip - self.returned, skip & self.returned if self.dp_size else frozenset())
 
 
 def take(
@@ -101,10 +116,10 @@ def take(
     session.hold()
     request = terms.request(session, key, wait_s, waited_s)
     asking(session, request.rid)
-    return run(session, taking(session, request, terms.skipped(key)), noting(session, "stream"))
+    return run(session, taking(session, request, terms.left_out(key)), noting(session, "stream"))
 
 
-def taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operation[Batch | End | None]:
+def taking(session: Session, request: m.Fetch, out: LeftOut) -> Operation[Batch | End | None]:
     """`take` as an operation."""
     started = time.perf_counter()
     answer = yield from handed(session, request)
@@ -120,20 +135,22 @@ def taking(session: Session, request: m.Fetch, skip: frozenset[int]) -> Operatio
         text = "stream %r, batch %s: %d rows x %s, %.2f ms"
         where = (request.partition, request.sampling.get("batch_index"))
         log.debug(text, *where, num_rows, request.fields, elapsed_ms)
-    meta = yield from _without(session, answer.meta, skip)
+    meta = yield from _without(session, answer.meta, out)
     if not len(meta):
         return TensorDict({}, batch_size=[0]), meta
     return (yield from answer.data(meta)), meta
 
 
-def _without(session: Session, meta: BatchMeta, skip: frozenset[int]) -> Operation[BatchMeta]:
-    """The rest of the rows; those to skip are acknowledged."""
-    used = np.isin(meta.indexes, list(skip)) if skip else np.zeros(0, np.bool_)
-    if not used.any():
-        return meta
-    if meta.lease:
-        yield Call(m.Ack(session.next_rid(), *ops.leased(meta.select_samples(np.flatnonzero(used)))))
-    return meta.select_samples(np.flatnonzero(~used))
+def _without(session: Session, meta: BatchMeta, out: LeftOut) -> Operation[BatchMeta]:
+    """The rest of the rows."""
+    for rows, kind in ((out.used, m.Ack), (out.returned, m.Release)):
+        named = np.isin(meta.indexes, list(rows))
+        if not named.any():
+            continue
+        if meta.lease:
+            yield Call(kind(session.next_rid(), *ops.leased(meta.select_samples(np.flatnonzero(named)))))
+        meta = meta.select_samples(np.flatnonzero(~named))
+    return meta
 
 
 def give_back(client: TransferQueueClient, meta: BatchMeta) -> None:

@@ -20,7 +20,7 @@ from transfer_queue.dataloader.acks import Receipt, acknowledge
 from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.dataloader.work import check_process
-from transfer_queue.dataloader.worker_feed import Links
+from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
 
 
 def identity(item: Any) -> Any:
@@ -184,12 +184,12 @@ class _Deliveries(Iterator[Any]):
         self._following: int = place["batch_index"]
         self._holder = LeaseOwner(self._client)  # what can fail comes before there are workers; forks leave it alone
         try:
-            self._begin(start, place["partition_id"], frozenset(place["used_rows"]))
+            self._begin(start, place)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, start: Callable[[], Any], partition: str, skip: frozenset[int]) -> None:
+    def _begin(self, start: Callable[[], Any], place: Mapping[str, Any]) -> None:
         dataset = self._dataset
         dataset.links = self._links  # for workers that are started now
         try:
@@ -201,7 +201,12 @@ class _Deliveries(Iterator[Any]):
         renewer = threading.Thread(target=_renew, args=terms, name="tq-renew", daemon=True)  # after the forks
         renewer.start()
         self._renewer = renewer
-        self._links.begin(partition, self._following, skip, self._holder.ident, dataset.prefetch)
+        returned = frozenset(place.get("returned_rows", ()))
+        skip = returned.union(place["used_rows"])
+        plan = LoaderPlan(
+            0, place["partition_id"], self._following, skip, self._holder.ident, dataset.prefetch, returned
+        )
+        self._links.begin(plan)
         self._told = True
 
     def __next__(self) -> Any:
@@ -230,12 +235,12 @@ class _Deliveries(Iterator[Any]):
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
         receipt, self._in_hand = self._in_hand, None
         if receipt is not None and self._pid == os.getpid():
-            acknowledge(self._client, receipt)
+            returned = acknowledge(self._client, receipt)
             if receipt.is_last:
                 self._dataset.begin(receipt.batch_index + 1)
             else:
                 self._dataset.begin(receipt.batch_index)
-                self._dataset.note_used(receipt)
+                self._dataset.note_used(receipt, returned)
 
     def close(self) -> None:
         """End: the holder goes first, so that workers that wait for rows do so no longer.

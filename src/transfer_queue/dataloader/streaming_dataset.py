@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.effects import Call
 from transfer_queue.client.operations.rows import field_list, is_over
-from transfer_queue.dataloader.acks import Receipt, split
+from transfer_queue.dataloader.acks import Receipt, rows_in, split
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
@@ -131,7 +131,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.batch_index = 0  # the batch that is started next; the first in `buffer` is number `_first`
         self._first = 0
         self._stride = 1
-        self._used: list[int] = []  # rows of the batch being worked on, or started next, that were used
+        self._used: list[int] = []  # rows of the batch being worked on, or started next, that the consumer is done with
+        self._returned: set[int] = set()  # of these, those that it gave back; and maybe some of the batch before
         self.links: Links | None = None  # set by a loader while it starts workers
         self._work: Work | None = None
 
@@ -148,7 +149,7 @@ class StreamingDataset(IterableDataset[Any]):
     def _begin_work(self) -> Work:
         work = self._own_work()
         if work is None:
-            work = self._work = Work(client_for(self.config, self))
+            work = self._work = Work(client_for(self.config, self), self._returned)
         return work
 
     def _own_work(self) -> Work | None:
@@ -177,6 +178,7 @@ class StreamingDataset(IterableDataset[Any]):
         """(number, (micro-batch, receipt) of each) of the batches of one worker; the loader's iterator acknowledges."""
         plan = links.plan(worker)
         self.partition_id, self.batch_index, self._used = plan.partition, plan.first, list(plan.skip)
+        self._returned = set(plan.returned)
         return self._delegated(client, plan, worker, links)
 
     def _delegated(self, client: TransferQueueClient, plan: LoaderPlan, worker: int, links: Links) -> Iterator[Any]:
@@ -221,6 +223,7 @@ class StreamingDataset(IterableDataset[Any]):
             holder=holder,
             skip=frozenset(self._used),
             skip_in=self.batch_index,
+            returned=frozenset(self._returned),
             dp_size=self.dp_size,
             until_cleared=self.until_cleared,
         )
@@ -255,8 +258,7 @@ class StreamingDataset(IterableDataset[Any]):
                     work.in_hand, work.handed_at = found[1], time.monotonic()
                     return found
                 work.items = None
-                self._used = []
-                self.batch_index += self._stride
+                self.begin(self.batch_index + self._stride)
             batch = self._started(work.client, feed)
             if isinstance(batch, End):
                 work.end_acks()
@@ -313,14 +315,21 @@ class StreamingDataset(IterableDataset[Any]):
             self.buffer[position] = data, kept
 
     def begin(self, batch_index: int) -> None:
-        """The loader's iterator delivers from this batch now."""
+        """Deliver from this batch now."""
         if batch_index != self.batch_index:
             self.batch_index = batch_index
-            self._used = []
+            self._forget_used()
 
-    def note_used(self, receipt: Receipt) -> None:
-        """Follow what was acknowledged, here or by the loader's iterator."""
-        self._used += memoryview(receipt.rows).cast("q").tolist()
+    def _forget_used(self) -> None:
+        self._used = []
+        self._returned.clear()
+
+    def note_used(self, receipt: Receipt, returned: bytes = b"") -> None:
+        """Follow what was acknowledged, here or by the loader's iterator, and what of it had been given back."""
+        rows = rows_in(receipt.rows)
+        self._used += rows
+        self._returned.difference_update(rows)
+        self._returned.update(rows_in(returned))
 
     def reset(self) -> None:
         """Start over: the batches in `buffer` come again, then new ones. What was delivered counts as used.
@@ -331,7 +340,7 @@ class StreamingDataset(IterableDataset[Any]):
             self._leave()
         finally:
             self.batch_index = self._first
-            self._used = []
+            self._forget_used()
 
     def step(self, partition_id: str) -> None:
         """Go on with another partition, with an empty buffer. What was delivered counts as used, the rest of the
@@ -343,7 +352,7 @@ class StreamingDataset(IterableDataset[Any]):
             self.partition_id = partition_id
             self.buffer = []
             self.batch_index = self._first = 0
-            self._used = []
+            self._forget_used()
         for _, meta in current:
             give_back(self.client(), meta)
 
@@ -394,14 +403,19 @@ class StreamingDataset(IterableDataset[Any]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged."""
+        """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged; where
+        the consumer gave some back, also which."""
         work = self._own_work()
         if work is not None:
             work.confirm_pending()
-        return {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": list(self._used)}
+        used, returned = ([row for row in self._used if (row in self._returned) is back] for back in (False, True))
+        place = {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": used}
+        return {**place, "returned_rows": returned} if returned else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the first micro-batch that was not acknowledged when `state` was made."""
         self.step(str(state["partition_id"]))
         self.batch_index = self._first = int(state["batch_index"])
-        self._used = [int(row) for row in state["used_rows"]]
+        returned = [int(row) for row in state.get("returned_rows", ())]
+        self._used = [*(int(row) for row in state["used_rows"]), *returned]
+        self._returned.update(returned)

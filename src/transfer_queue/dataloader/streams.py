@@ -26,6 +26,7 @@ from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
 from transfer_queue.errors import TransferQueueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.wire.messages import Lent
 
 Row: TypeAlias = dict[str, Any]
 Delivered: TypeAlias = "TensorDict | list[Row]"
@@ -252,8 +253,7 @@ class AsyncStream(_Streaming):
                 for item, receipt in self._micro_batches(batch):
                     self.meta = item[1]
                     yield self._form.of(item[0])
-                    await _acknowledge(client, receipt)
-                    dataset.note_used(receipt)
+                    dataset.note_used(receipt, await _acknowledge(client, receipt))
                 dataset.begin(dataset.batch_index + 1)
         finally:
             for helper in helpers:
@@ -319,19 +319,21 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
     while True:
         session = client.session
         request = terms.request(session, key, WAIT_S, waited_s)
-        operation = taking(session, request, terms.skipped(key))
+        operation = taking(session, request, terms.left_out(key))
         found = await run_async(session, operation, noting(session, "stream"))
         if found is not None:
             return found
         waited_s += WAIT_S
 
 
-async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> None:
-    """Raises `LeaseExpired` when the rows went to somebody else in the meantime."""
+async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> bytes:
+    """Those of the rows that had been given back. Raises `LeaseExpired` when they went to somebody else meanwhile."""
     session = client.session
     ack = receipt.ack(session)
-    if ack is not None:
-        note = noting(session, "ack")
-        await session.call_async(Call(ack))
-        if note is not None:
-            note.posted(ack)
+    if ack is None:
+        return b""
+    note = noting(session, "ack")
+    reply: Lent = (await session.call_async(Call(ack)))[0]
+    if note is not None:
+        note.posted(ack)
+    return reply.returned

@@ -22,9 +22,11 @@ class Work:
     child's copies of descriptors, and tells the service nothing.
     """
 
-    def __init__(self, client: TransferQueueClient) -> None:
+    def __init__(self, client: TransferQueueClient, returned: set[int]) -> None:
+        """`returned` collects rows of acknowledgements that had been given back."""
         self._pid = os.getpid()
         self.client = client
+        self._returned = returned
         self.holder: LeaseOwner | None = None
         self.feed: Feed | Calling | None = None
         self.running: weakref.ref[Generator[Any, None, None]] | None = None  # the iterator of `feed`
@@ -43,7 +45,7 @@ class Work:
 
     def acks(self) -> Acks:
         if self._acks is None:
-            self._acks = Acks(self.client.session)
+            self._acks = Acks(self.client.session, self._returned)
         return self._acks
 
     def confirm_pending(self) -> None:

@@ -17,7 +17,8 @@ MAX_ROUNDS = (1 << 63 - INDEX_BITS) - 1
 
 
 class LoaderPlan(NamedTuple):
-    """One iteration over the loader: the first batch, rows of it that were used before, who holds the leases.
+    """One iteration over the loader: the first batch, rows of it that the consumer was done with before, `returned`
+    ones among them (see `Terms`), who holds the leases.
 
     `ahead`: whether batches are fetched before the consumer asks for them.
     """
@@ -28,6 +29,7 @@ class LoaderPlan(NamedTuple):
     skip: frozenset[int]
     holder: bytes
     ahead: bool = True
+    returned: frozenset[int] = frozenset()
 
 
 class Turn:
@@ -109,15 +111,15 @@ class Links:
         self._plans = [receiver for receiver, _ in pipes]
         self._senders = [sender for _, sender in pipes]
 
-    def begin(self, partition: str, first: int, skip: frozenset[int], holder: bytes, ahead: bool) -> None:
-        """Tell every worker what to do; each has started to wait for it, or will."""
-        plan = LoaderPlan(self.turn.begin(first, ahead), partition, first, skip, holder, ahead)
+    def begin(self, plan: LoaderPlan) -> None:
+        """Tell every worker what to do in a new round; each has started to wait for it, or will."""
+        plan = plan._replace(round=self.turn.begin(plan.first, plan.ahead))
         for sender in self._senders:
             sender.send(plan)
 
     def let_go(self) -> None:
         """Every worker waits for a plan that will not come: their iteration has no batches."""
-        self.begin("", 0, frozenset(), b"", False)
+        self.begin(LoaderPlan(0, "", 0, frozenset(), b"", ahead=False))
         self.turn.begin(0)
 
     def plan(self, worker: int) -> LoaderPlan:

@@ -64,6 +64,8 @@ class Requeued(Reply):
 
 
 class Lent(Reply):
-    """Answer to the four that name a lease: how many of its rows are neither used, nor given back, nor cleared."""
+    """Answer to the four that name a lease: how many of its rows are neither used, nor given back, nor cleared.
+    `returned` (int64): those that an `Ack` named and that had been given back, where they were to be left out."""
 
     rows: int
+    returned: bytes = b""
