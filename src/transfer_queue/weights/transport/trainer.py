@@ -75,7 +75,6 @@ class TrainerEngine(AdapterCalls):
         self._begun = time.time()
         self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
         self._taken: dict[str, int] = {}  # of those, the last that somebody may have
-        self._root: str | None = None  # of the weights that all receivers committed last
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
@@ -357,18 +356,20 @@ class TrainerEngine(AdapterCalls):
 
     def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
         self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0
-        self._root = manifest.root
-        outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
+        outdated = [label for label, root in self._adapters.items() if root not in (None, manifest.root)]
         return replace(report, outdated=tuple(outdated))
 
     def _send_adapter(
         self, source: WeightSource, adapter: PendingAdapter, for_base: bool, version: int | None, deadline_s: float
     ) -> SyncReport:
         label, deadline = adapter.label, Deadline(deadline_s)
+        if for_base:  # what was published before is what it is for
+            self._turns.settle(deadline)
         with self._turns.turn(deadline):
-            if for_base and self._root is None:
+            newest = self._newest.get("")
+            if for_base and newest is None:
                 raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
-            adapter = adapter._replace(base_root=self._root if for_base else None)
+            adapter = adapter._replace(base_root=newest.root if for_base and newest is not None else None)
             draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
             report, manifest = self._send(draft, deadline)
             self._adapters.pop(label, None)
@@ -556,6 +557,7 @@ class TrainerEngine(AdapterCalls):
             self._base = earlier
         elif draft.adapter is None:
             self._keep(draft)
+            self._is_anew |= self._can_join and not isinstance(self._client, Follower)  # somebody may lack it
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
@@ -563,7 +565,7 @@ class TrainerEngine(AdapterCalls):
             "version": manifest.version, "run_id": manifest.epoch, "epoch": manifest.epoch, "label": label_of(manifest),
             "for_base": manifest.base_root is not None,
             "removed": manifest.kind == "adapter" and not manifest.tensors, "key": key_of(manifest),
-            "timeout_s": deadline.left(),
+            "root": manifest.root, "timeout_s": deadline.left(),
         }  # fmt: skip
 
     def _keep(self, draft: PendingVersion) -> None:
