@@ -296,6 +296,9 @@ class RankLink:
         self.known = ""  # the table that rank 0 has had over this connection
 
     def meet(self, timeout_s: float) -> None:
+        """Have a connection. One that broke since the last answer came is made anew."""
+        if self._peer is not None and self._peer.stream.is_lost:
+            self.close()
         if self._peer is not None:
             return
         peer = p.Peer(self._address, timeout_s)
