@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateResult
 from typing import Any
 
 import pytest
 import torch
 from conftest import freeze, until
-from fleets import Server, Site, expected
+from fleets import SEND_S, Server, Site, expected
 from weights import Direct
 
 from transfer_queue.errors import (
@@ -320,6 +322,23 @@ def test_a_replica_that_hangs_costs_the_others_no_version(site: Start) -> None:
     b.released.set()
     here.fleet.wait_ready(["b"], 10)
     assert set(here.roots().values()) == {expected(2)}
+
+
+def test_an_update_waits_for_the_calls_of_the_one_before_that_was_late(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    a = here.servers["a"]
+    a.hooks["update_weights"] = lambda: a.released.wait(30)
+    with pytest.raises(DeadlineExceeded):
+        here.send(2, deadline_s=0.3)
+    a.hooks.clear()
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(here.send, 3)
+        with pytest.raises(LateResult):
+            sending.result(0.1)
+        a.released.set()
+        assert sending.result(SEND_S).version == 3
+    assert a.root() == expected(3)
 
 
 def test_versions_rise_within_an_epoch_and_epochs_end(site: Start) -> None:

@@ -179,6 +179,11 @@ class Replica:
         """An earlier call is not over: it may have been frozen. Nothing else is asked until then."""
         return self._call is not None and not self._call.ended(0.0)
 
+    def settle(self, deadline: Deadline) -> None:
+        """Wait for the earlier call: it may be about to end."""
+        if self.is_waited_for and self._call is not None:
+            self._call.ended(deadline.left(f"an earlier call to {self.name}"))
+
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
         """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over. Once the
         deadline passed, nothing is called any more."""
