@@ -83,12 +83,12 @@ class TrainerEngine(AdapterCalls):
         self._in_turn = info.anchor_every > 1  # a version is packed when the one before is not on its way any more
         self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
-        self._num_deltas = 0
+        self._num_deltas = self._num_silent = 0
         self.reports = Reports(info.report_host)
-        self._num_silent = 0
         self._label = ""  # of silent servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off, or not know this run
         self._is_anew = False  # a server that is not called by name may lack what the others have
+        self._is_torn = False  # such a one may lack the newest weights, which were decided
         self._lacking: set[str] = set()  # servers of a plain client that missed something
         self._calls = TimedCalls()  # to the client
 
@@ -384,7 +384,7 @@ class TrainerEngine(AdapterCalls):
         """`packed`: what was packed of it before. `whole`: after receivers did not have the base of its difference,
         which is not read again for it."""
         with activity("send_weights") as about:
-            self._ready(deadline)
+            self._ready(draft, deadline)
             if packed is None:
                 with self._packing:
                     packed = (self._pack_again if whole else self._pack)(draft, deadline)
@@ -392,9 +392,10 @@ class TrainerEngine(AdapterCalls):
             describe(about, packed)
             return report, packed
 
-    def _ready(self, deadline: Deadline) -> None:
-        """Before an update: nothing of an earlier one may be left at the receivers."""
+    def _ready(self, draft: PendingVersion, deadline: Deadline) -> None:
+        """Before an update: nothing of an earlier one may be left at the receivers, or be lacking that this is for."""
         self._allow(deadline)
+        self._estranged |= self._is_torn and draft.adapter is not None and draft.adapter.base_root is not None
         label = self._shown_label(deadline)
         if label != self._label:  # a silent server that was started anew does not refuse an update
             self._label, self._estranged = label, True
@@ -455,12 +456,11 @@ class TrainerEngine(AdapterCalls):
         times.append(time.monotonic())
         if draft.adapter is None:
             self._keep(draft)
-            self._label = str(number)
+            self._label, self._is_torn = str(number), False
             self._bring_adapters(rejoined, manifest, deadline)
         if self.info.caches == "clear" and self._num_silent:
             self._call(forget_caches, deadline, self._client)
-        missed = self._missed()
-        self._lacking = set(missed)
+        self._lacking = set(missed := self._missed())
         self._allow(None)
         update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
@@ -512,7 +512,7 @@ class TrainerEngine(AdapterCalls):
         """An adapter is for servers that have the rest."""
         if self._is_anew and draft.adapter is not None and "" in self._newest:
             self._bring(self._client, "", self._num_silent, self._infos(deadline), deadline)
-            self._label, self._is_anew = str(self._newest[""].version), False
+            self._label, self._is_anew, self._is_torn = str(self._newest[""].version), False, False
 
     def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
         """Whether that server takes part in this update again."""
@@ -557,7 +557,7 @@ class TrainerEngine(AdapterCalls):
             self._base = earlier
         elif draft.adapter is None:
             self._keep(draft)
-            self._is_anew |= self._can_join and not isinstance(self._client, Follower)  # somebody may lack it
+            self._is_torn = self._can_join and not isinstance(self._client, Follower)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
