@@ -324,7 +324,19 @@ def test_a_replica_that_hangs_costs_the_others_no_version(site: Start) -> None:
     assert set(here.roots().values()) == {expected(2)}
 
 
-def test_an_update_waits_for_the_calls_of_the_one_before_that_was_late(site: Start) -> None:
+def update_again(here: Site) -> None:
+    assert here.send(3).version == 3
+
+
+def begin_another_run(here: Site) -> None:
+    here.start_trainer()
+    assert here.send(3).version == 1
+
+
+@pytest.mark.parametrize("go_on", [update_again, begin_another_run])
+def test_who_goes_on_after_an_update_that_was_late_waits_for_its_calls(
+    site: Start, go_on: Callable[[Site], None]
+) -> None:
     here = site(1)
     here.send(1)
     a = here.servers["a"]
@@ -333,11 +345,11 @@ def test_an_update_waits_for_the_calls_of_the_one_before_that_was_late(site: Sta
         here.send(2, deadline_s=0.3)
     a.hooks.clear()
     with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(here.send, 3)
+        going_on = threads.submit(go_on, here)
         with pytest.raises(LateResult):
-            sending.result(0.1)
+            going_on.result(0.1)
         a.released.set()
-        assert sending.result(SEND_S).version == 3
+        going_on.result(2 * SEND_S)
     assert a.root() == expected(3)
 
 

@@ -268,9 +268,13 @@ class Fleet(Follower):
     def _meet(
         self, members: list[Replica], info: dict[str, Any], deadline: Deadline
     ) -> dict[Replica, TransferQueueError]:
-        """All at once: a group forms when all of it have come."""
+        """All at once: a group forms when all of it have come. Where none of them has ended an earlier call, that is
+        waited for."""
+        are_late = all(one.is_waited_for for one in members)
 
         def meet(one: Replica) -> None:
+            if are_late:
+                one.settle(deadline)
             self.admit(one, one.meet(self.publisher, deadline, info))
 
         failed = at_once(members, meet, deadline, "the meeting with")
