@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 its own hook is called after ours: who is waited for may use executors
 import contextlib
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from transfer_queue.errors import Aborted, emptied, kept
 
@@ -80,10 +81,10 @@ class BackgroundCall(Generic[T]):
         self._thread.join(LEAVE_S)  # it has nothing left to do
         return True
 
-    def outlast(self, timeout_s: float) -> None:
-        """A program that ends before it waits for it, until that time from now. So does a child of multiprocessing's;
-        `os._exit` and signals wait for nothing."""
-        _outlasting[self] = time.monotonic() + timeout_s
+    def outlast(self, timeout_s: float, patience_s: float = math.inf) -> None:
+        """A program that ends before it waits for it, until that time from now; not where that is more than
+        `patience_s` off still. So does a child of multiprocessing's; `os._exit` and signals wait for nothing."""
+        _outlasting[self] = _Awaited(time.monotonic() + timeout_s, patience_s)
 
     def leave(self, undo: Callable[[T], None]) -> None:
         """Nobody waits any more: `undo` is called with what it returns, or returned a moment ago."""
@@ -107,18 +108,26 @@ class BackgroundCall(Generic[T]):
             del error
 
 
-_outlasting: weakref.WeakKeyDictionary[BackgroundCall[Any], float] = weakref.WeakKeyDictionary()
+class _Awaited(NamedTuple):
+    """`until`: by the clock."""
+
+    until: float
+    patience_s: float
+
+    @property
+    def left_s(self) -> float:
+        left_s = self.until - time.monotonic()
+        return left_s if 0 < left_s <= self.patience_s else 0.0
+
+
+_outlasting: weakref.WeakKeyDictionary[BackgroundCall[Any], _Awaited] = weakref.WeakKeyDictionary()
 
 
 def _end() -> None:
     """A call that is waited for may begin others."""
-    while waiting := [(call, until) for call, until in list(_outlasting.items()) if _is_awaited(call, until)]:
-        for call, until in waiting:
-            call.ended(max(0.0, until - time.monotonic()))
-
-
-def _is_awaited(call: BackgroundCall[Any], until: float) -> bool:
-    return time.monotonic() < until and not call.ended(0.0)
+    while waiting := [(call, one) for call, one in list(_outlasting.items()) if one.left_s and not call.ended(0.0)]:
+        for call, one in waiting:
+            call.ended(one.left_s)
 
 
 # Not `atexit`: threads, which the calls need, can hardly be started any more then, and multiprocessing's forked

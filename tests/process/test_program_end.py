@@ -84,3 +84,30 @@ if pid:
     begin()
 """)
     assert program.finish() == "child ended\nlast"
+
+
+def test_a_call_that_ends_too_late_is_not_waited_for(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child(f"""{OUTLASTING}
+BackgroundCall("tq-test", threading.Event().wait).outlast(30, patience_s=29)
+print("the end", flush=True)
+""")
+    assert program.finish(20) == "the end"
+
+
+def test_a_rendezvous_that_nobody_came_to_does_not_end_the_program(fresh_child: Callable[[str], Child]) -> None:
+    program = fresh_child("""
+import torch
+from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.weights import StateDictSource
+from transfer_queue.weights.transport import registry
+
+class Client:
+    def init_weight_transfer_engine(self, info): ...
+
+info = {"world_size": 2, "timeout_s": 0.2}
+try:
+    registry.trainer("collective").trainer_init(info, client=Client(), source=StateDictSource({"a": torch.ones(3)}))
+except DeadlineExceeded:
+    print("nobody came", flush=True)
+""")
+    assert program.finish() == "nobody came"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateResult
 from typing import Any
 
 import pytest
 import torch
 from conftest import freeze, until
-from fleets import Server, Site, expected
+from fleets import SEND_S, Server, Site, expected
+from weights import Direct
 
 from transfer_queue.errors import (
     CommitFailed,
@@ -277,6 +280,37 @@ def test_a_commit_that_fails_everywhere_is_told_and_made_good(site: Start) -> No
     assert here.servers["a"].root() == expected(2)
 
 
+def test_an_adapter_is_for_the_version_that_was_decided_also_where_no_replica_has_committed_it(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
+    with pytest.raises(CommitFailed, match="nobody has committed"):
+        here.send(2)
+    here.fleet.wait_ready(["a"], 10)
+    assert here.trainer is not None
+    here.trainer.send_adapter("a", StateDictSource({"x": torch.ones(2)}), {}, deadline_s=10)
+    installed = here.servers["a"].receiver.installed()
+    assert (installed.version, list(installed.adapters), installed.outdated) == (2, ["a"], ())
+
+
+def test_a_number_that_a_run_has_given_to_other_weights_before_makes_no_replica_ready(site: Start) -> None:
+    here = site(2, info={"run_id": "job"})
+    here.send(1)
+    before, here.fleet = here.fleet, Fleet(here.servers, heartbeat_s=0.02, call_timeout_s=5.0)
+    before.close()
+    here.servers["b"].restart()
+    here.start_trainer()  # it counts from 1 again
+    here.send(2)
+    asked: list[bool] = []
+    here.servers["a"].hooks["status"] = lambda: asked.append(True)
+    until(lambda: len(asked) > 2, "its thread to ask it")
+    assert here.fleet.ready() == ["b"]
+    assert here.roots() == {"a": expected(1), "b": expected(2)}
+    here.send(3)
+    here.fleet.wait_ready(["a", "b"], 10)
+    assert set(here.roots().values()) == {expected(3)}
+
+
 def test_a_replica_that_hangs_costs_the_others_no_version(site: Start) -> None:
     here = site(2)
     here.send(1)
@@ -288,6 +322,35 @@ def test_a_replica_that_hangs_costs_the_others_no_version(site: Start) -> None:
     b.released.set()
     here.fleet.wait_ready(["b"], 10)
     assert set(here.roots().values()) == {expected(2)}
+
+
+def update_again(here: Site) -> None:
+    assert here.send(3).version == 3
+
+
+def begin_another_run(here: Site) -> None:
+    here.start_trainer()
+    assert here.send(3).version == 1
+
+
+@pytest.mark.parametrize("go_on", [update_again, begin_another_run])
+def test_who_goes_on_after_an_update_that_was_late_waits_for_its_calls(
+    site: Start, go_on: Callable[[Site], None]
+) -> None:
+    here = site(1)
+    here.send(1)
+    a = here.servers["a"]
+    a.hooks["update_weights"] = lambda: a.released.wait(30)
+    with pytest.raises(DeadlineExceeded):
+        here.send(2, deadline_s=0.3)
+    a.hooks.clear()
+    with ThreadPoolExecutor(1) as threads:
+        going_on = threads.submit(go_on, here)
+        with pytest.raises(LateResult):
+            going_on.result(0.1)
+        a.released.set()
+        going_on.result(2 * SEND_S)
+    assert a.root() == expected(3)
 
 
 def test_versions_rise_within_an_epoch_and_epochs_end(site: Start) -> None:
@@ -329,6 +392,42 @@ def test_a_time_that_nobody_can_wait_for_is_refused_when_a_fleet_is_made(name: s
     for seconds in (float("inf"), float("nan"), -1.0, "10"):
         with pytest.raises(InvalidInput, match="a number of seconds"):
             Fleet(**{name: seconds})
+
+
+@pytest.mark.parametrize("member", ["http://127.0.0.1:8000", None, StateDictSource({})])
+def test_what_is_no_client_is_no_member(member: Any) -> None:
+    server = Server()
+    with pytest.raises(InvalidInput, match="replica 'b' is no client"):
+        Fleet({"a": server, "b": member})
+    server.stop()
+
+
+@pytest.mark.parametrize("status", [None, {"label": "1"}])
+def test_a_member_that_answers_nonsense_is_fenced_until_it_answers(site: Start, status: Any) -> None:
+    class Odd(Server):
+        is_odd = True
+
+        def status(self) -> Any:
+            return status if self.is_odd else self.control.status()
+
+    here = site(1)
+    here.send(1)
+    odd = here.servers["odd"] = Odd()
+    here.fleet.join("odd", odd)
+    until(lambda: "as its status" in here.fleet.status()[1].reason, "it to be found out")
+    assert here.fleet.ready() == ["a"]
+    odd.is_odd = False
+    here.fleet.wait_ready(["odd"], 10)
+    assert odd.root() == expected(1)
+
+
+def test_a_member_that_lacks_a_call_is_fenced_with_its_name(site: Start) -> None:
+    here = site(1)
+    here.send(1)
+    here.fleet.join("b", Direct())  # type: ignore[arg-type]
+    until(lambda: "b has no method 'get_weight_version'" in here.fleet.status()[1].reason, "it to be found out")
+    assert here.send(2).version == 2
+    assert here.fleet.ready() == ["a"]
 
 
 def test_waiting_for_a_replica_that_cannot_be_reached_says_why(site: Start) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Child
+from conftest import Child, until
 from weights import Net, copy_of, same
 
-from transfer_queue.errors import DeadlineExceeded, InvalidInput, StaleVersion
-from transfer_queue.weights import InPlace, ModuleSource, Receiver
-from transfer_queue.weights.transport import registry
+from transfer_queue.errors import CommitFailed, DeadlineExceeded, InvalidInput, StaleVersion
+from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource
+from transfer_queue.weights.transport import registry, ticket
 from transfer_queue.weights.transport.ticket import PublishTicket
 
 ENGINES = ["tcp", "shm", "disk"]
@@ -23,8 +24,9 @@ ENGINES = ["tcp", "shm", "disk"]
 class Gated:
     """A client for one engine of this process, whose `update_weights` waits until it is let through."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    engine: Any
+
+    def __init__(self) -> None:
         self.entered, self.open = threading.Event(), threading.Event()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -50,13 +52,22 @@ class Gated:
 
 class Site:
     def __init__(self, kind: str, folder: Any, **info: Any) -> None:
-        self.model, self.served = Net(), Net()
-        self.receiver = Receiver(InPlace(self.served))
-        self.engine = registry.engine(kind)(self.receiver)
-        self.client = Gated(self.engine)
+        self.kind, self.model = kind, Net()
+        self.client = Gated()
+        self.start()
         if kind == "disk":
             info["folder"] = str(folder)
         self.trainer = registry.trainer(kind).trainer_init(info, client=self.client, source=ModuleSource(self.model))
+
+    def start(self) -> None:
+        """A server that has no version."""
+        self.served = Net()
+        self.receiver = Receiver(InPlace(self.served), adapter=lambda tensors, manifest: None)
+        self.client.engine = self.engine = registry.engine(self.kind)(self.receiver)
+
+    def restart(self) -> None:
+        self.engine.shutdown()
+        self.start()
 
     def train(self, seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
@@ -162,6 +173,49 @@ def test_what_ends_the_update_is_in_the_log_though_nobody_asks_the_ticket(
     assert [text.split(",")[0] for text in sorted(said)] == ["version 1", "version 3"]
     assert all("AttributeError" in text for text in said)
     site.client.engine = site.engine
+
+
+def send_adapter(site: Site) -> None:
+    site.trainer.send_adapter("a", StateDictSource({"x": torch.ones(2)}), {}, deadline_s=30)
+
+
+def test_an_adapter_is_for_what_was_published_before_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticket, "LOOK_S", 0.001)  # one that waits is behind those that came after it
+    site.train(1)
+    first = site.trainer.publish(deadline_s=30)
+    assert site.client.entered.wait(30)
+    newest = site.train(2)
+    second = site.trainer.publish(deadline_s=30)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(send_adapter, site)
+        until(sending.running, "the adapter to wait")
+        site.client.open.set()
+        sending.result(30)
+    assert [first.result(30).version, second.result(30).version] == [1, 2]
+    assert same(copy_of(site.served), newest)
+    installed = site.receiver.installed()
+    assert (list(installed.adapters), installed.outdated) == (["a"], ())
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_adapter_brings_the_version_that_failed_as_it_was_committed(site: Site, is_restarted: bool) -> None:
+    site.client.open.set()
+    site.train(1)
+    site.trainer.send_weights(deadline_s=30)
+    newest = site.train(2)
+
+    def failing(weight_version: str | None = None) -> None:
+        del site.client.finish_weight_update  # type: ignore[attr-defined]
+        if is_restarted:
+            site.restart()
+        raise CommitFailed("copying failed")
+
+    site.client.finish_weight_update = failing  # type: ignore[method-assign]
+    with pytest.raises(CommitFailed):
+        site.trainer.send_weights(deadline_s=30)
+    send_adapter(site)
+    assert same(copy_of(site.served), newest)
+    assert (list(site.receiver.installed().adapters), site.receiver.installed().outdated) == (["a"], ())
 
 
 def test_what_is_still_on_its_way_has_no_result_yet(site: Site) -> None:

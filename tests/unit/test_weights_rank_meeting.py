@@ -101,6 +101,32 @@ def test_the_report_of_an_update_is_no_answer_to_the_offer_for_the_next_one() ->
     assert offering.taken() == b"planned again"
 
 
+@pytest.mark.parametrize("step", ["offer", "packed"])
+def test_a_rank_that_left_where_it_waits_may_come_again_before_it_was_taken(step: Any) -> None:
+    meeting = RankMeeting(2)
+
+    def bring(body: bytes, is_lost: bool) -> BackgroundCall[bytes]:
+        message = RankMessage(1, step, meeting.turn, ROOM_S)
+        made = BackgroundCall("tq-test", meeting.bring, message, body, object(), lambda: is_lost)
+        until(lambda: 1 in meeting._brought or made.ended(0), "it to come")
+        return made
+
+    meeting.begin()
+    gone = bring(b"of one that left", is_lost=True)
+    gathering = BackgroundCall("tq-test", meeting.gather, step, Deadline(ROOM_S))
+    assert gone.ended(ROOM_S)
+    if step == "offer":
+        again = bring(b"mine", is_lost=False)
+        assert gathering.ended(ROOM_S)
+        assert gathering.outcome() == [b"mine"]
+        meeting.end(InvalidInput("the end of the test"))
+        assert again.ended(ROOM_S)
+    else:
+        assert gathering.ended(ROOM_S)
+        with pytest.raises(ServiceUnavailable, match="rank 1 has left"):
+            gathering.outcome()
+
+
 class Cut(Control):
     """A server of two parameters. `cut` is called while it commits."""
 
@@ -207,6 +233,30 @@ def test_late_servers_are_given_a_version_whose_commit_failed_once_it_was_decide
     assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("anchor_every", [1, 9])
+def test_a_connection_that_was_cut_between_two_updates_costs_none(
+    anchor_every: int, start_ranks: Callable[..., Ranks]
+) -> None:
+    ranks = start_ranks(anchor_every=anchor_every)
+    ranks.send()
+    ranks.holder._link._peer.interrupt()
+    until(lambda: 1 not in ranks.trainer._ranks._tables, "rank 0 to hear of it")
+    ranks.modules[1]["b"].data[0] = 2.0
+    assert [call.outcome().version for call in ranks.send()] == [2, 2]
+    assert ranks.server.module["b"].tolist() == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_a_rank_that_left_before_rank_0_came_is_waited_for(start_ranks: Callable[..., Ranks]) -> None:
+    ranks = start_ranks()
+    leaving = BackgroundCall("tq-test", lambda: ranks.holder.send_weights(deadline_s=ROOM_S))
+    until(lambda: ranks.trainer._ranks._is_at(1, "offer"), "its offer")
+    ranks.holder._link._peer.interrupt()
+    assert leaving.ended(ROOM_S)
+    with pytest.raises(ServiceUnavailable):
+        leaving.outcome()
+    assert [call.outcome().version for call in ranks.send()] == [1, 1]
+
+
 def test_a_rank_that_is_told_where_rank_0_is_to_be_waits_until_it_is(start_ranks: Callable[..., Ranks]) -> None:
     ranks = start_ranks()
     ranks.trainer.shutdown()
@@ -228,10 +278,9 @@ def test_a_rank_of_a_run_before_gives_nothing_to_the_next_one(start_ranks: Calla
     ranks = start_ranks()
     ranks.send()
     ranks.restart()
-    for _ in range(2):  # the first call finds that its connection is gone
-        leading, holding = ranks.send(deadline_s=1.0)
-        with pytest.raises(DeadlineExceeded, match="rank 1 did not come"):
-            leading.outcome()
+    leading, holding = ranks.send(deadline_s=1.0)
+    with pytest.raises(DeadlineExceeded, match="rank 1 did not come"):
+        leading.outcome()
     with pytest.raises(WrongEpoch, match="rank 1 is of run"):
         holding.outcome()
     old, source = ranks.holder, ModuleSource(ranks.modules[1])

@@ -16,7 +16,17 @@ from transfer_queue.errors import (
     WrongEpoch,
 )
 from transfer_queue.weights.fleet.monitor import PROBE_TIMEOUT_S, ReplicaMonitor
-from transfer_queue.weights.fleet.replica import Decided, Member, Replica, ReplicaStatus, Serving, at_once, gathered
+from transfer_queue.weights.fleet.replica import (
+    Decided,
+    DecidedAdapter,
+    Member,
+    Replica,
+    ReplicaStatus,
+    Serving,
+    at_once,
+    gathered,
+    root_in,
+)
 from transfer_queue.weights.fleet.reporter import ReplicaBoard, ReplicaReporter
 from transfer_queue.weights.fleet.rounds import Round, RoundPause
 from transfer_queue.weights.receive.gate import Mode
@@ -25,6 +35,7 @@ from transfer_queue.weights.transport.clients import Follower
 from transfer_queue.weights.transport.deadline import Deadline, checked_s
 from transfer_queue.weights.transport.trainer import TrainerEngine
 
+CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 CALL_TIMEOUT_S = 30.0
 HEARTBEAT_S = 2.0
 # Of the time for an update or an introduction: to wait for replicas that are asked something else; for the meeting.
@@ -81,7 +92,7 @@ class Fleet(Follower):
         self._replicas: dict[str, Replica] = {}
         self._monitors: dict[str, ReplicaMonitor] = {}
         self._newest: Decided | None = None
-        self._free: dict[str, dict[str, tuple[int, bool]]] = {}  # the run's adapters for any weights, as in `Decided`
+        self._free: dict[str, dict[str, DecidedAdapter]] = {}  # the run's adapters for any weights, as in `Decided`
         self._decided_at: float | None = None
         self.interval_s = 0.0  # between the last two decisions
         self._past: set[str] = set()
@@ -90,16 +101,24 @@ class Fleet(Follower):
         self._deadline: Deadline | None = None  # of the trainer's update
         self._num_changes, self._is_closed = 0, False
         self._reporter = ReplicaReporter(self, queue) if queue is not None else None
-        for name, member in (members or {}).items():
-            self.join(name, member)
+        try:
+            for name, member in (members or {}).items():
+                self.join(name, member)
+        except BaseException:  # threads look after those before it
+            self.close()
+            raise
 
     # members
 
     def join(self, name: str, member: Member, *, wait_s: float | None = None) -> None:
         """Add a replica. It is brought to the newest version at once, if there is one; `wait_s`: until it is ready.
 
-        `DeadlineExceeded` when it is not ready by then: it is a member all the same.
+        `DeadlineExceeded` when it is not ready by then: it is a member all the same. `InvalidInput` for what has not a
+        client's calls.
         """
+        lacking = [call for call in CALLS if not callable(getattr(member, call, None))]
+        if lacking:
+            raise InvalidInput(f"the replica {name!r} is no client: a {type(member).__name__} has no {lacking[0]}")
         with self._changed:
             if not name or name in self._replicas:
                 raise InvalidInput(f"a replica {name!r} is a member already" if name else "a replica needs a name")
@@ -249,9 +268,13 @@ class Fleet(Follower):
     def _meet(
         self, members: list[Replica], info: dict[str, Any], deadline: Deadline
     ) -> dict[Replica, TransferQueueError]:
-        """All at once: a group forms when all of it have come."""
+        """All at once: a group forms when all of it have come. Where none of them has ended an earlier call, that is
+        waited for."""
+        are_late = all(one.is_waited_for for one in members)
 
         def meet(one: Replica) -> None:
+            if are_late:
+                one.settle(deadline)
             self.admit(one, one.meet(self.publisher, deadline, info))
 
         failed = at_once(members, meet, deadline, "the meeting with")
@@ -277,11 +300,11 @@ class Fleet(Follower):
         newest, version = self.newest(), int(info["version"])
         if not info.get("label"):
             run_id = run_of(info)
-            return Decided(version, run_id, label or str(version), self._free.get(run_id, {}))
+            return Decided(version, run_id, label or str(version), self._free.get(run_id, {}), root_in(info))
         if newest is None:
             return None
         others = {name: number for name, number in newest.adapters.items() if name != info["label"]}
-        here = (version, bool(info.get("for_base")))
+        here = DecidedAdapter(version, bool(info.get("for_base")), root_in(info))
         return newest._replace(adapters=others if info.get("removed") else {**others, info["label"]: here})
 
     def _decide(self, newest: Decided | None, found: Round) -> None:
@@ -305,7 +328,8 @@ class Fleet(Follower):
             run_id = run_of(info)
             others = {name: one for name, one in self._free.get(run_id, {}).items() if name != label}
             is_free = not (info.get("for_base") or info.get("removed"))
-            self._free = {run_id: {**others, label: (int(info["version"]), False)} if is_free else others}
+            one = DecidedAdapter(int(info["version"]), False, root_in(info))
+            self._free = {run_id: {**others, label: one} if is_free else others}
 
     def _conclude(self, found: Round, commit_s: float, pause_s: float) -> None:
         newest = self._newest

@@ -12,6 +12,7 @@ from transfer_queue.errors import (
     NotInitialized,
     NotOpen,
     NotSupported,
+    ProtocolError,
     ServiceUnavailable,
     StaleBase,
     TransferQueueError,
@@ -32,13 +33,23 @@ from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 RELABEL_S = 1.0  # that a server may take for it beyond the deadline
 
 
+class DecidedAdapter(NamedTuple):
+    """`for_base`: for the fleet's weights only."""
+
+    version: int
+    for_base: bool
+    root: str
+
+
 class Decided(NamedTuple):
-    """The version that the fleet has, or is coming to. `adapters`: by label, (version, for these weights only)."""
+    """The version that the fleet has, or is coming to. `adapters`: by label. A number is not enough to tell what it is:
+    a trainer that was started anew under the same `run_id` may give it to other weights. `root` "": not known."""
 
     version: int
     run_id: str
     label: str
-    adapters: Mapping[str, tuple[int, bool]]
+    adapters: Mapping[str, DecidedAdapter]
+    root: str = ""
 
     @property
     def epoch(self) -> str:
@@ -47,29 +58,43 @@ class Decided(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """What a server says it serves. `version` None: nothing that was sent, or it only has labels (`run_id` None)."""
+    """What a server says it serves. `version` None: nothing that was sent, or it only has labels (`run_id` None).
+    `adapters`: by label, version and root."""
 
     version: int | None
     run_id: str | None
     label: str
-    adapters: Mapping[str, int]
+    adapters: Mapping[str, tuple[int, str]]
+    root: str = ""
 
     @staticmethod
     def after(newest: Decided) -> Serving:
         """What a server serves that was brought to this."""
-        return Serving(*newest[:3], {name: version for name, (version, _) in newest.adapters.items()})
+        adapters = {name: (one.version, one.root) for name, one in newest.adapters.items()}
+        return Serving(*newest[:3], adapters, newest.root)
 
     @staticmethod
     def of(status: ServerStatus) -> Serving:
         info = status.installed
         if info is None:
             return Serving(None, None, status.label, {})
-        adapters = {name: one.version for name, one in info.adapters.items()}
-        return Serving(None if info.dirty else info.version, info.run_id, status.label, adapters)
+        adapters = {name: (one.version, one.root) for name, one in info.adapters.items()}
+        return Serving(None if info.dirty else info.version, info.run_id, status.label, adapters, info.root)
 
     def is_newest(self, newest: Decided) -> bool:
-        same = (self.version, self.run_id) == (newest.version, newest.run_id)
-        return same and all(self.adapters.get(label) == version for label, (version, _) in newest.adapters.items())
+        if (self.version, self.run_id) != (newest.version, newest.run_id) or not _is_root(self.root, newest.root):
+            return False
+        found = ((self.adapters.get(label), one) for label, one in newest.adapters.items())
+        return all(mine is not None and mine[0] == one.version and _is_root(mine[1], one.root) for mine, one in found)
+
+
+def root_in(info: Mapping[str, Any]) -> str:
+    """What an update's info says of its content; "" where it says nothing."""
+    return str(info.get("root") or "")
+
+
+def _is_root(mine: str, wanted: str) -> bool:
+    return mine == wanted or not (mine and wanted)
 
 
 class Replica:
@@ -156,21 +181,34 @@ class Replica:
         """An earlier call is not over: it may have been frozen. Nothing else is asked until then."""
         return self._call is not None and not self._call.ended(0.0)
 
+    def settle(self, deadline: Deadline) -> None:
+        """Wait for the earlier call: it may be about to end."""
+        if self.is_waited_for and self._call is not None:
+            self._call.ended(deadline.left(f"an earlier call to {self.name}"))
+
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
         """What the server answers. Typed errors only; `ServiceUnavailable` while an earlier call is not over. Once the
         deadline passed, nothing is called any more."""
         if self.is_waited_for:
             raise ServiceUnavailable(f"{self.name} has not answered an earlier call")
         deadline.left(f"{method} of {self.name}")  # a call that comes late does harm: others have gone on
-        self._call = TimedCall(getattr(self.member, method), *args)
+        function = self._method(method)
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
-        self._session = None
         try:
+            self._call = TimedCall(function, *args)
+            self._session = None
             found = self._call.result(deadline, f"{method} of {self.name}")
         except Exception as error:  # noqa: BLE001 of an in-process server
             raise as_typed(error) from None
         self._heard = time.monotonic()
         self._session = after
+        return found
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """`NotSupported` where the member, which somebody else may have written, has no such method."""
+        found: Callable[..., Any] | None = getattr(self.member, name, None)
+        if not callable(found):
+            raise NotSupported(f"{self.name} has no method {name!r}")
         return found
 
     def meet(
@@ -222,7 +260,7 @@ class Replica:
         where it has not, nothing is known. Never blocks."""
         asked = self._look
         if asked is None:
-            self._look = TimedCall(self.member.get_weight_version)
+            self._look = TimedCall(self._method("get_weight_version"))
         if asked is None or not asked.ended(0.0):
             return
         self._look = None
@@ -238,9 +276,11 @@ class Replica:
     def ask(self, publisher: TrainerEngine | None, deadline: Deadline) -> Serving:
         """What it serves now."""
         try:
-            status: ServerStatus = self.call("status", deadline=deadline)
+            status = self.call("status", deadline=deadline)
         except NotSupported:
             return self._labelled(self.call("get_weight_version", deadline=deadline))
+        if not isinstance(status, ServerStatus):
+            raise ProtocolError(f"{self.name} gives a {type(status).__name__} as its status")
         self.answers = status.answers
         if status.installed is not None:
             # also by a life of our trainer before, of the same name
@@ -276,7 +316,7 @@ class Replica:
 
     @functools.cached_property
     def _resumes_one(self) -> bool:
-        return takes_owner(self.member.resume_generation)
+        return takes_owner(self._method("resume_generation"))
 
     def call_off(self, deadline: Deadline) -> None:
         """End the update that is open there, if it is ours. vLLM's session ends with a finish only, after an abort ours

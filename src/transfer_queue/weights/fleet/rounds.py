@@ -90,7 +90,9 @@ class Round:
         self.prepare_s += time.monotonic() - begun
 
     def _start(self, one: Replica, deadline: Deadline) -> None:
-        """A server that was started anew, or has an update open that somebody left, is met again first."""
+        """A server that was started anew, or has an update open that somebody left, is met again first. One that has
+        not ended a call of an update before has the same time for it."""
+        one.settle(deadline)
         if not one.met or not one.has_what_was_brought(deadline):
             self._meet(one, deadline)
         try:

@@ -11,9 +11,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -41,8 +41,10 @@ from transfer_queue.weights.version.sources import Once, WeightSource
 from transfer_queue.weights.version.tensor_memory import room
 from transfer_queue.wire.address import Address, advertised, host_towards
 
+T = TypeVar("T")
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
+LEAVE_S = 5.0  # of a program that ends, for what torch is about to give up
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _making = threading.Lock()  # a group that has no watchdog
 
@@ -129,7 +131,16 @@ class Group:
         self._group = None
         self._works.clear()
         if held[0] is not None:
-            TimedCall(_discard, held)
+            _in_torch(Deadline(ENDING_S), _discard, held)
+
+
+def _in_torch(deadline: Deadline, function: Callable[..., T], *args: Any) -> TimedCall[T]:
+    """A call that waits within torch, until the deadline at most. A thread that comes back from there while the
+    interpreter ends is ended within C++, and the process with it (`terminate called`, exit 134)."""
+    call = TimedCall(function, *args)
+    with suppress(DeadlineExceeded):
+        call.outlast(deadline.left() + ENDING_S, LEAVE_S)
+    return call
 
 
 def _discard(held: list[Any]) -> None:
@@ -195,7 +206,7 @@ class CollectiveTrainer(TrainerEngine):
         info = CollectiveInfo(**told)
         device = device_called(info.device)
         asked = self._calls.begin(self._client.init_weight_transfer_engine, told)
-        joined = TimedCall(Group, info, device, 0, self._store, deadline)
+        joined = _in_torch(deadline, Group, info, device, 0, self._store, deadline)
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")
 
@@ -214,7 +225,7 @@ class CollectiveTrainer(TrainerEngine):
         self._draft = lambda: iter(buckets)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
-        sending = TimedCall(self._send_all, self._draft, manifest, deadline)
+        sending = _in_torch(deadline, self._send_all, self._draft, manifest, deadline)
         try:
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
@@ -275,12 +286,12 @@ class CollectiveEngine(Engine):
                 raise _typed(error) from error
             return Group(info, device, info.rank_offset + self.rank, store, deadline)
 
-        self._group = TimedCall(join).result(deadline, "the rendezvous")
+        self._group = _in_torch(deadline, join).result(deadline, "the rendezvous")
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         group = self._in_group()
         try:
-            return TimedCall(self._find_in, group, info, deadline).result(deadline, "the broadcast")
+            return _in_torch(deadline, self._find_in, group, info, deadline).result(deadline, "the broadcast")
         except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise
@@ -309,7 +320,8 @@ class CollectiveEngine(Engine):
     def _fetch(self, manifest: Manifest, wanted: list[int], deadline: Deadline) -> None:
         group = self._in_group()
         try:
-            fault = TimedCall(self._take_all, group, manifest, wanted, deadline).result(deadline, "the broadcast")
+            taking = _in_torch(deadline, self._take_all, group, manifest, wanted, deadline)
+            fault = taking.result(deadline, "the broadcast")
         except BaseException:  # after an interrupt the group is out of step
             self._close()
             raise

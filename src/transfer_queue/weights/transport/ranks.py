@@ -18,7 +18,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -107,8 +107,8 @@ class DecidedUpdate(msgspec.Struct, frozen=True):
 class _Brought:
     """What a rank has brought to a step, and what it is told."""
 
-    def __init__(self, step: str, body: bytes, timeout_s: float) -> None:
-        self.step, self.body = step, body
+    def __init__(self, step: str, body: bytes, timeout_s: float, is_lost: Callable[[], bool]) -> None:
+        self.step, self.body, self.is_lost = step, body, is_lost
         self.until = time.monotonic() + timeout_s  # it waits
         self.is_next = False  # an offer of a rank for which this turn is over: it waits for the next one
         self.answer: bytes | None = None
@@ -148,12 +148,15 @@ class RankMeeting:
             raise WrongEpoch(f"rank {asked.rank} is of run {asked.run_id!r}, rank 0 of {self._run_id!r}: trainer_init")
         return self._run_id
 
-    def bring(self, asked: p.RankMessage, body: bytes, visit: object) -> bytes:
-        """What the rank is told, once that is known. Blocks, the rank's `timeout_s` at most."""
+    def bring(
+        self, asked: p.RankMessage, body: bytes, visit: object, is_lost: Callable[[], bool] = lambda: False
+    ) -> bytes:
+        """What the rank is told, once that is known. Blocks, the rank's `timeout_s` at most. `is_lost`: whether the
+        connection is: nobody reads from it meanwhile."""
         rank, step, turn = asked.rank, asked.step, asked.turn
         if not 0 < rank < self.world:
             raise InvalidInput(f"rank {rank} of {self.world}: others than 0 come here")
-        mine = _Brought(step, body, asked.timeout_s)
+        mine = _Brought(step, body, asked.timeout_s, is_lost)
         with self._changed:
             if self._is_closed:
                 raise ServiceUnavailable(LEFT)
@@ -221,6 +224,8 @@ class RankMeeting:
 
         with self._changed:
             came = self._changed.wait_for(have_come, deadline.left(f"waiting for the ranks ({step})"))
+            while came and self._fault is None and self._let_go(step):
+                came = self._changed.wait_for(have_come, deadline.left(f"waiting for the ranks ({step})"))
             if not came:
                 self._spoil(self._late(step))
             if self._fault is not None:
@@ -229,6 +234,18 @@ class RankMeeting:
             brought = [self._brought[rank] for rank in others]
             deadline.end_within(min(one.until for one in brought) - time.monotonic())
             return [one.body for one in brought]
+
+    def _let_go(self, step: str) -> bool:
+        """Whether some have left since they came to this step, with the lock. An offer of one that has given up, or was
+        killed, is no more than if it had not come: it may come again."""
+        lost = [rank for rank in range(1, self.world) if self._brought[rank].is_lost()]
+        for rank in lost:
+            error = ServiceUnavailable(f"rank {rank} has left in the update")
+            self._brought.pop(rank).error = error
+            if step != "offer":
+                self._spoil(kept(error))
+        self._changed.notify_all()
+        return bool(lost)
 
     def answer(self, bodies: Sequence[bytes]) -> None:
         """Tell the ranks that are in this turn, in their order."""
@@ -296,6 +313,9 @@ class RankLink:
         self.known = ""  # the table that rank 0 has had over this connection
 
     def meet(self, timeout_s: float) -> None:
+        """Have a connection. One that broke since the last answer came is made anew."""
+        if self._peer is not None and self._peer.stream.is_lost:
+            self.close()
         if self._peer is not None:
             return
         peer = p.Peer(self._address, timeout_s)

@@ -188,7 +188,7 @@ class _Visit:
                 self._has_entered = True
             elif isinstance(message, p.RankMessage) and self._ranks is not None and self._has_entered:
                 self._rank = message.rank
-                payload = self._ranks.bring(message, bytes(came), self)
+                payload = self._ranks.bring(message, bytes(came), self, lambda: self.stream.is_lost)
             elif isinstance(message, p.GetSpecs) and self._wants is not None:
                 payload = self._wants.body
             elif isinstance(message, p.WantsMessage) and self._wants is not None:

@@ -75,7 +75,6 @@ class TrainerEngine(AdapterCalls):
         self._begun = time.time()
         self._numbers: dict[str, int] = {}  # the last versions of the weights ("") and of adapters, taken or not
         self._taken: dict[str, int] = {}  # of those, the last that somebody may have
-        self._root: str | None = None  # of the weights that all receivers committed last
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
@@ -84,12 +83,12 @@ class TrainerEngine(AdapterCalls):
         self._in_turn = info.anchor_every > 1  # a version is packed when the one before is not on its way any more
         self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
-        self._num_deltas = 0
+        self._num_deltas = self._num_silent = 0
         self.reports = Reports(info.report_host)
-        self._num_silent = 0
         self._label = ""  # of silent servers, as far as it is known
         self._estranged = False  # somebody may have an update open that could not be called off, or not know this run
         self._is_anew = False  # a server that is not called by name may lack what the others have
+        self._is_torn = False  # such a one may lack the newest weights, which were decided
         self._lacking: set[str] = set()  # servers of a plain client that missed something
         self._calls = TimedCalls()  # to the client
 
@@ -357,18 +356,20 @@ class TrainerEngine(AdapterCalls):
 
     def _sent(self, report: SyncReport, manifest: Manifest) -> SyncReport:
         self._num_deltas = self._num_deltas + 1 if manifest.kind == "delta" else 0
-        self._root = manifest.root
-        outdated = [label for label, root in self._adapters.items() if root not in (None, self._root)]
+        outdated = [label for label, root in self._adapters.items() if root not in (None, manifest.root)]
         return replace(report, outdated=tuple(outdated))
 
     def _send_adapter(
         self, source: WeightSource, adapter: PendingAdapter, for_base: bool, version: int | None, deadline_s: float
     ) -> SyncReport:
         label, deadline = adapter.label, Deadline(deadline_s)
+        if for_base:  # what was published before is what it is for
+            self._turns.settle(deadline)
         with self._turns.turn(deadline):
-            if for_base and self._root is None:
+            newest = self._newest.get("")
+            if for_base and newest is None:
                 raise InvalidInput("no weights were sent that the adapter could be for: for_base=False")
-            adapter = adapter._replace(base_root=self._root if for_base else None)
+            adapter = adapter._replace(base_root=newest.root if for_base and newest is not None else None)
             draft = PendingVersion(source, self._number(label, version), self.run_id, adapter=adapter)
             report, manifest = self._send(draft, deadline)
             self._adapters.pop(label, None)
@@ -383,7 +384,7 @@ class TrainerEngine(AdapterCalls):
         """`packed`: what was packed of it before. `whole`: after receivers did not have the base of its difference,
         which is not read again for it."""
         with activity("send_weights") as about:
-            self._ready(deadline)
+            self._ready(draft, deadline)
             if packed is None:
                 with self._packing:
                     packed = (self._pack_again if whole else self._pack)(draft, deadline)
@@ -391,9 +392,10 @@ class TrainerEngine(AdapterCalls):
             describe(about, packed)
             return report, packed
 
-    def _ready(self, deadline: Deadline) -> None:
-        """Before an update: nothing of an earlier one may be left at the receivers."""
+    def _ready(self, draft: PendingVersion, deadline: Deadline) -> None:
+        """Before an update: nothing of an earlier one may be left at the receivers, or be lacking that this is for."""
         self._allow(deadline)
+        self._estranged |= self._is_torn and draft.adapter is not None and draft.adapter.base_root is not None
         label = self._shown_label(deadline)
         if label != self._label:  # a silent server that was started anew does not refuse an update
             self._label, self._estranged = label, True
@@ -454,12 +456,11 @@ class TrainerEngine(AdapterCalls):
         times.append(time.monotonic())
         if draft.adapter is None:
             self._keep(draft)
-            self._label = str(number)
+            self._label, self._is_torn = str(number), False
             self._bring_adapters(rejoined, manifest, deadline)
         if self.info.caches == "clear" and self._num_silent:
             self._call(forget_caches, deadline, self._client)
-        missed = self._missed()
-        self._lacking = set(missed)
+        self._lacking = set(missed := self._missed())
         self._allow(None)
         update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
@@ -511,7 +512,7 @@ class TrainerEngine(AdapterCalls):
         """An adapter is for servers that have the rest."""
         if self._is_anew and draft.adapter is not None and "" in self._newest:
             self._bring(self._client, "", self._num_silent, self._infos(deadline), deadline)
-            self._label, self._is_anew = str(self._newest[""].version), False
+            self._label, self._is_anew, self._is_torn = str(self._newest[""].version), False, False
 
     def _rejoin(self, client: Partial, name: str, draft: PendingVersion, deadline: Deadline) -> bool:
         """Whether that server takes part in this update again."""
@@ -556,6 +557,7 @@ class TrainerEngine(AdapterCalls):
             self._base = earlier
         elif draft.adapter is None:
             self._keep(draft)
+            self._is_torn = self._can_join and not isinstance(self._client, Follower)
 
     def update_info(self, manifest: Manifest, deadline: Deadline) -> dict[str, Any]:
         """What receivers are told of a version."""
@@ -563,7 +565,7 @@ class TrainerEngine(AdapterCalls):
             "version": manifest.version, "run_id": manifest.epoch, "epoch": manifest.epoch, "label": label_of(manifest),
             "for_base": manifest.base_root is not None,
             "removed": manifest.kind == "adapter" and not manifest.tensors, "key": key_of(manifest),
-            "timeout_s": deadline.left(),
+            "root": manifest.root, "timeout_s": deadline.left(),
         }  # fmt: skip
 
     def _keep(self, draft: PendingVersion) -> None:
