@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from omegaconf import OmegaConf
+from other_clients import OtherClients
 from player import Player
 
 import transfer_queue as tq
@@ -20,22 +21,29 @@ import transfer_queue as tq
 def main(needs_ray: bool) -> None:
     """Answer until the input ends. Whatever else prints to standard output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    cluster = ""
     os.dup2(2, 1)
     if needs_ray:
         import ray
 
-        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+        cluster = ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False).address_info["address"]
     running: Any = None
+    others: OtherClients | None = None
+    config: Any = None
     for line in sys.stdin:
         number, sampler, calls = json.loads(line)
         if sampler != running:
-            if running is not None:
+            if others is not None:
+                others.close()
                 tq.close()
             name, given = running = sampler
             controller = {"polling_mode": True, "sampler": getattr(tq, name)(**given)}
-            tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
-        print(json.dumps(Player(number).play(calls)), file=answers, flush=True)
-    if running is not None:
+            config = tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
+            others = OtherClients(config, cluster)
+        assert others is not None
+        print(json.dumps(Player(number, config, others).play(calls)), file=answers, flush=True)
+    if others is not None:
+        others.close()
         tq.close()
 
 
