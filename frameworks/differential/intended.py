@@ -425,6 +425,12 @@ def rows_of_streams(step: Step, place: Place) -> bool:
     return all(here <= there for here, there in zip(json.loads(place.ours), json.loads(place.theirs), strict=True))
 
 
+@intended("`step` ends the batch that was begun; there its rest comes before the new partition", diverges=True)
+def rests_of_batches(step: Step, place: Place) -> bool:
+    names = [call["call"] for call in step.before if call["on"] == step.call["on"]]
+    return step.name == "take" and "go on with" in names
+
+
 @intended("fields of a micro-batch have the order of the batch; there those of ragged rows come last")
 def order_in_micro_batches(step: Step, place: Place) -> bool:
     return step.name.startswith("take") and "order" in place.path

@@ -71,11 +71,16 @@ def judged(program: Program, calls: Sequence[Call], theirs: Peer, ours: Peer) ->
             return verdict
 
 
+def begun_by(call: Call) -> list[Call]:
+    """The call, or those that it begins together."""
+    return [{**one, "on": call["on"]} for one in call["with"]["calls"]] if call["call"] == "together" else [call]
+
+
 def steps_of(call: Call, theirs: Any, ours: Any, before: list[Call], sampler: str) -> list[Step]:
     """A call with its outcomes; of calls that were begun together each with its own."""
-    alone = [one for call in before for one in call["with"].get("calls", [call])]
-    inner = call["with"].get("calls")
-    if inner is None or "returns" not in theirs or "returns" not in ours:
+    alone = [one for call in before for one in begun_by(call)]
+    inner = begun_by(call)
+    if call["call"] != "together" or "returns" not in theirs or "returns" not in ours:
         return [Step(call, theirs, ours, alone, sampler)]
     outcomes = zip(inner, theirs["returns"], ours["returns"], strict=True)
     return [Step(one, there, here, [*alone, *inner], sampler) for one, there, here in outcomes]

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from frameworks.differential.drawing import Drawing, Meta, Sampler
 
-GROUPS = {"GRPOGroupNSampler", "SeqlenBalancedSampler"}
-
 
 class OfSamplers(Drawing):
     """Rows with lengths as tags, complete or not, that two tasks of several ranks use up."""
@@ -16,7 +14,7 @@ class OfSamplers(Drawing):
         ("SequentialSampler", {}), ("RankAwareSampler", {}),
         ("GRPOGroupNSampler", {"n_samples_per_prompt": 2}), ("GRPOGroupNSampler", {"n_samples_per_prompt": 3}),
         ("SeqlenBalancedSampler", {"n_samples_per_prompt": 1, "dp_size": 2}),
-        ("SeqlenBalancedSampler", {"n_samples_per_prompt": 2, "dp_size": 2}),
+        ("SeqlenBalancedSampler", {"n_samples_per_prompt": 2, "dp_size": 2}), ("LongestFirst", {"least": 2}),
     )  # fmt: skip
 
     def step(self) -> None:

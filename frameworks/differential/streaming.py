@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from frameworks.differential.drawing import Drawing, Sampler
@@ -10,16 +11,30 @@ from frameworks.differential.drawing import Drawing, Sampler
 
 @dataclass
 class Reading:
-    """A stream, and how many rows it can still get without waiting: nothing is drawn that would wait."""
+    """A stream, and how far it has come in its partition. Micro-batches are counted, so that none is waited for."""
 
     name: str
     task: str
+    rank: int
     partition: str
     batch: int
     micro: int
     workers: int | None
     ends: bool
+    given: int = 0  # micro-batches since its start, or since it began again
+    begun: int = 0  # batches, which it keeps
     open: bool = True
+
+    def take(self, count: int) -> int:
+        """Count more micro-batches; how many batches are begun for that."""
+        self.given += count
+        before, self.begun = self.begun, max(self.begun, -(-self.given // self.each))
+        return self.begun - before
+
+    @property
+    def each(self) -> int:
+        """Micro-batches of a batch."""
+        return -(-self.batch // self.micro)
 
 
 class OfStreams(Drawing):
@@ -32,9 +47,8 @@ class OfStreams(Drawing):
     def __init__(self, rng: Any, sampler: str) -> None:
         super().__init__(rng, sampler)
         self.rows = {"A": 0, "B": 0}
-        self.used: dict[tuple[str, str], int] = {}
+        self.begun: Counter[tuple[str, str]] = Counter()  # batches of a partition that a task has begun
         self.streams: list[Reading] = []
-        self.tasks = 0
 
     def step(self) -> None:
         if not any(self.rows.values()):
@@ -70,70 +84,79 @@ class OfStreams(Drawing):
 
     def open(self) -> None:
         """A data set, alone or in a loader, of a task of its own, or of another rank of one that there is."""
+        alone = [one for one in self.streams if not one.workers and not one.ends and one.open]
+        if alone and self._chance(0.35):
+            first = self.rng.choice(alone)
+            if sum(one.task == first.task for one in self.streams) == 1:
+                made = replace(first, rank=1 - first.rank, given=0, begun=0, name=f"s{len(self.calls)}", workers=None)
+                return self._opened(made)
         filled = [name for name in "AB" if self.rows[name]]
         batch = self.rng.choice((1, 2, 2, 3, 4)) if self.sampler != "GRPOGroupNSampler" else self.rng.choice((2, 4))
-        workers = self.rng.choice((None, None, 0, 0, 2))
-        self.tasks += 1
         made = Reading(
-            f"s{len(self.calls)}", f"task{self.tasks}", self.rng.choice(filled), batch,
-            self.rng.randrange(1, batch + 1), workers, self._chance(0.4),
+            f"s{len(self.calls)}", f"task{len(self.streams)}", self.rng.randrange(2), self.rng.choice(filled), batch,
+            self.rng.randrange(1, batch + 1), self.rng.choice((None, None, 0, 0, 2)), self._chance(0.4),
         )  # fmt: skip
+        return self._opened(made)
+
+    def _opened(self, made: Reading) -> None:
         self.streams.append(made)
-        given = {"batch_size": batch, "micro_batch_size": made.micro, "data_fields": sorted(self.fields)}
-        given |= {"partition_id": self._in(made.partition), "task_name": made.task, "dp_rank": self.rng.randrange(2)}
-        given |= {"should_check_consumption_status": made.ends, "workers": workers}
+        given = {"batch_size": made.batch, "micro_batch_size": made.micro, "data_fields": sorted(self.fields)}
+        given |= {"partition_id": self._in(made.partition), "task_name": made.task, "dp_rank": made.rank}
+        given |= {"should_check_consumption_status": made.ends, "workers": made.workers}
         self.calls.append({"on": "tq", "call": "stream", "keep": made.name, "with": given})
 
     def _open_one(self) -> Reading | None:
         left = [stream for stream in self.streams if stream.open]
         return self.rng.choice(left) if left else None
 
+    def _left(self, stream: Reading) -> int:
+        """The micro-batches that a stream gets without waiting: those it keeps, and those that nobody has begun."""
+        others = self.begun[stream.task, stream.partition] - stream.begun
+        return (self.rows[stream.partition] // stream.batch - others) * stream.each - stream.given
+
     def take(self) -> None:
         """Some micro-batches of those that are there; a stream that ends with its partition also to its end."""
         stream = self._open_one()
         if stream is None:
             return self.open()
-        whole = self.rows[stream.partition] // stream.batch
-        each = -(-stream.batch // stream.micro)
-        done = self.used.get((stream.name, stream.partition), 0)
-        there = whole * each - done
-        exact = whole * stream.batch == self.rows[stream.partition]
+        left = self._left(stream)
+        to_end = stream.ends and self.rows[stream.partition] % stream.batch == 0
         if stream.workers:  # all at once: what workers fetch ahead is no part of the comparison
             stream.open = False
-            count = there + (1 if stream.ends and exact else 0)
-            return self._of(stream, "take of workers", count=count) if count else None
-        count = self.rng.randrange(1, there + 1) if there else 0
-        if stream.ends and exact and self._chance(0.6):
-            count = there + 1
+            count = left + to_end
+            return self._on(stream, "take of workers", count=count) if count else None
+        count = self.rng.randrange(1, left + 1) if left else 0
+        if to_end and self._chance(0.6):
+            count = left + 1
             stream.open = False
-        self.used[stream.name, stream.partition] = done + count
-        return self._of(stream, "take", count=count) if count else None
+        return self._take(stream, count) if count else None
+
+    def _take(self, stream: Reading, count: int, **given: Any) -> None:
+        self.begun[stream.task, stream.partition] += stream.take(count)
+        self._on(stream, "take", count=count, **given)
 
     def again(self) -> None:
-        """From the first batch in the buffer."""
+        """From the first batch that it keeps."""
         stream = self._open_one()
         if stream is None or stream.workers:
             return self.open()
-        self.used[stream.name, stream.partition] = 0
-        self._of(stream, "begin again")
-        count = 1 if self.rows[stream.partition] >= stream.batch else 0
-        self.used[stream.name, stream.partition] = count
-        return self._of(stream, "take", count=count, anew=True) if count else None
+        stream.given = 0
+        self._on(stream, "begin again")
+        return self._take(stream, 1, anew=True) if self._left(stream) else None
 
     def go_on(self) -> None:
-        """With another partition, or the same one."""
+        """With a partition that its task has not read."""
         stream = self._open_one()
-        if stream is None or stream.workers:
+        other = "AB"[stream.partition == "A"] if stream is not None else ""
+        if stream is None or stream.workers or self.begun[stream.task, other]:
             return self.open()
-        stream.partition = self.rng.choice("AB")
-        self._of(stream, "go on with", partition_id=self._in(stream.partition))
-        stream.open = False
-        return None
+        stream.partition, stream.given, stream.begun = other, 0, 0
+        return self._on(stream, "go on with", partition_id=self._in(other))
 
     def look_at(self) -> None:
         stream = self.rng.choice(self.streams)
         if not stream.workers:
-            self._of(stream, "buffered")
+            self._on(stream, "buffered")
 
     def used_up(self) -> None:
         stream = self.rng.choice(self.streams)
@@ -141,5 +164,5 @@ class OfStreams(Drawing):
         given = {"task_name": stream.task, "partition_id": self._in(stream.partition)}
         self.calls.append({"on": "client", "call": name, "with": given})
 
-    def _of(self, stream: Reading, call: str, **given: Any) -> None:  # type: ignore[override]
+    def _on(self, stream: Reading, call: str, **given: Any) -> None:
         self.calls.append({"on": stream.name, "call": call, "with": given})

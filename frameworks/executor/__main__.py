@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+import own_sampler
 from omegaconf import OmegaConf
 from other_clients import OtherClients
 from player import Player
@@ -21,6 +22,7 @@ import transfer_queue as tq
 def main(needs_ray: bool) -> None:
     """Answer until the input ends. Whatever else prints to standard output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.environ["PYTHONPATH"] = os.path.dirname(__file__)  # the controllers import `own_sampler`
     cluster = ""
     os.dup2(2, 1)
     if needs_ray:
@@ -37,7 +39,8 @@ def main(needs_ray: bool) -> None:
                 others.close()
                 tq.close()
             name, given = running = sampler
-            controller = {"polling_mode": True, "sampler": getattr(tq, name)(**given)}
+            kind = getattr(tq, name, None) or getattr(own_sampler, name)
+            controller = {"polling_mode": True, "sampler": kind(**given)}
             config = tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
             others = OtherClients(config, cluster)
         assert others is not None
