@@ -427,8 +427,11 @@ def rows_of_streams(step: Step, place: Place) -> bool:
 
 @intended("`step` ends the batch that was begun; there its rest comes before the new partition", diverges=True)
 def rests_of_batches(step: Step, place: Place) -> bool:
-    names = [call["call"] for call in step.before if call["on"] == step.call["on"]]
-    return step.name == "take" and "go on with" in names
+    calls = [call for call in step.before if call["on"] == step.call["on"] and call["call"] == "go on with"]
+    if step.name != "take" or not calls or not step.theirs.get("returns"):
+        return False
+    first = step.theirs["returns"][0]
+    return isinstance(first, dict) and first["tuple"][1]["partitions"][0] != calls[-1]["with"]["partition_id"]["name"]
 
 
 @intended("fields of a micro-batch have the order of the batch; there those of ragged rows come last")

@@ -69,7 +69,8 @@ class Player:
         try:
             returned = self._called(receiver, call, given)
             outcome = {"returns": self._shown(call["call"], returned)}
-            self._number_rows(returned)
+            if call["call"] in ("kv_put", "kv_batch_put"):
+                self._number_rows(returned)
         except Exception as raised:  # noqa: BLE001  what is raised is what is compared
             returned, outcome = None, error(raised)
             if before is not None:
@@ -82,11 +83,10 @@ class Player:
         self._keep(call, returned)
         return outcome
 
-    def _number_rows(self, returned: Any) -> None:
+    def _number_rows(self, put: tq.KVBatchMeta) -> None:
         """Rows that were put by key get their names now: later it shows when the packages hand out different ones."""
-        if isinstance(returned, tq.KVBatchMeta) and returned.keys and returned.partition_id:
-            meta = tq.get_client().kv_retrieve_meta(keys=returned.keys, partition_id=returned.partition_id)
-            self.names.rows(list(meta.global_indexes))
+        meta = tq.get_client().kv_retrieve_meta(keys=put.keys, partition_id=put.partition_id)
+        self.names.rows(list(meta.global_indexes))
 
     def _called(self, receiver: Any, call: Call, given: dict[str, Any]) -> Any:
         if call["call"] == "together":
