@@ -1,8 +1,9 @@
 """TransferQueue 0.1.11 and this package, each in an interpreter of its own, asked for the same and compared.
 
-`cases.py` runs the cases written out in `frameworks/calls`. `random_programs.py` plays programs that `drawing.py` draws
-from seeds: both interpreters (`peers.py`) run `frameworks/executor`, `comparing.py` finds the places in which outcomes
-differ, and `intended.py` has the differences that are on purpose.
+`cases.py` runs the cases written out in `frameworks/calls`. `random_programs.py` plays programs that `topics.py` draws
+from seeds: of columns (`drawing.py`), `refusals.py`, samplers (`sampling.py`), streams (`streaming.py`), several
+`clients.py`. Both interpreters (`peers.py`) run `frameworks/executor`, `comparing.py` finds the places in which
+outcomes differ, and `intended.py` has the differences that are on purpose.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from frameworks.differential import cases, random_programs
-from frameworks.differential.drawing import draw
 from frameworks.differential.peers import NoAnswer, Peer
+from frameworks.differential.topics import TOPICS, draw
 
 EXECUTOR = Path(__file__).resolve().parent.parent / "executor"
 
@@ -25,8 +26,9 @@ def main(theirs: Path, ours: Path, environment: Mapping[str, str], logs: Path, a
     parser = argparse.ArgumentParser(prog="python -m frameworks differential", description=__doc__)
     parser.add_argument("--random", type=int, default=300, metavar="N", help="play N random programs")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first program; the next ones follow")
+    parser.add_argument("--topic", choices=TOPICS, help="of all programs; default: each seed has one")
     asked = parser.parse_args(arguments)
-    programs = [draw(seed) for seed in range(asked.seed, asked.seed + asked.random)]
+    programs = [draw(seed, asked.topic) for seed in range(asked.seed, asked.seed + asked.random)]
     commands = [[python, "-W", "ignore"] for python in (theirs, ours)]
     # Not in the repository: Ray's workers import from where they are started.
     with tempfile.TemporaryDirectory() as folder:

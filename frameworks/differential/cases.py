@@ -17,7 +17,7 @@ CALLS = Path(__file__).resolve().parent.parent / "calls"
 # case -> why it differs; the rows of docs/compatibility.md. A case that stops differing has to go from here.
 INTENDED = {
     "what_is_left_of_refused_puts": "a refused put leaves nothing behind; there it leaves its keys",
-    "dtypes_that_differ": "a get of rows of several dtypes raises; there they are cast to the first",
+    "dtypes_that_differ": "integers beside floats are these, in jagged rows; there as the first row, in strided ones",
     "put_of_a_dict": "numbers and lists of numbers are tensors, as in a batch; there they are objects",
     "put_of_an_array": "an array is a tensor, as in a batch; there it is an object",
     "one_value_for_all_rows": "a NonTensorData column is one value for every row; there the put fails",

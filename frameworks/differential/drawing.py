@@ -1,4 +1,4 @@
-"""Programs drawn from a seed: sequences of calls of the public API of TransferQueue 0.1.11, as plain data.
+"""Drawing programs: sequences of calls of the public API of TransferQueue 0.1.11, as plain data.
 
 `frameworks/executor/player.py` says how a call is written. What a program draws depends on what it drew before (which
 keys, fields and metadata there may be), never on what came back, so both packages run the same one. Columns and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 Call = dict[str, Any]
 
@@ -30,12 +30,16 @@ SAMPLERS: tuple[tuple[str, dict[str, int]], ...] = (
 )  # fmt: skip
 
 
+Sampler = tuple[str, dict[str, int]]
+
+
 @dataclass(frozen=True)
 class Program:
     """The calls that a seed stands for, and the sampler of the service that they are made to."""
 
     seed: int
-    sampler: tuple[str, dict[str, int]]
+    topic: str
+    sampler: Sampler
     calls: list[Call]
 
 
@@ -49,17 +53,11 @@ class Meta:
     has_data: bool
 
 
-def draw(seed: int) -> Program:
-    """5 to 20 steps, most of them one call. The same seed gives the same program."""
-    rng = random.Random(seed)
-    sampler = rng.choice(SAMPLERS)
-    drawn = _Drawing(rng, sampler[0])
-    for _ in range(rng.randrange(5, 21)):
-        drawn.step()
-    return Program(seed, sampler, drawn.calls)
+class Drawing:
+    """Columns of every kind, written, read, cleared, and their metadata. Other topics draw other steps."""
 
+    samplers: ClassVar[tuple[Sampler, ...]] = SAMPLERS
 
-class _Drawing:
     def __init__(self, rng: random.Random, sampler: str) -> None:
         self.rng = rng
         self.sampler = sampler
@@ -91,8 +89,10 @@ class _Drawing:
     def _chance(self, share: float) -> bool:
         return self.rng.random() < share
 
-    def _call(self, on: str, call: str, *, keep: Meta | None = None, **given: Any) -> None:
+    def _call(self, on: str, call: str, *, keep: Meta | None = None, watch: bool = False, **given: Any) -> None:
         made: Call = {"on": on, "call": call, "with": given}
+        if watch:
+            made["watch"] = True
         if keep is not None:
             made["keep"] = keep.name
             made["part"] = self.rng.randrange(3)
@@ -233,7 +233,7 @@ class _Drawing:
         more = self.rng.choice((-1, 1)) if self._chance(0.05) else 0
         meta.has_data = True
         data = self._columns(meta.name, meta.partition, more)
-        return self._call("client", "put", data=data, metadata=self._of(meta))
+        return self._call("client", "put", watch=more != 0, data=data, metadata=self._of(meta))
 
     # ---- reading ----
 
@@ -458,4 +458,4 @@ class _Drawing:
             calls.append((meta.name, "update_custom_meta", {"custom_meta": self._seeded("tags", meta.name, more=1)}))
             calls.append((meta.name, "update_custom_meta", {"custom_meta": None}))
         on, name, given = self.rng.choice(calls)
-        self._call(on, name, **given)
+        self._call(on, name, watch=on in ("tq", "client"), **given)

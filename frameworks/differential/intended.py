@@ -7,6 +7,7 @@ of the program, and the rest is played without it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ PUTS = ("kv_put", "kv_batch_put", "put")
 SCHEMA = ("dtypes", "shapes", "no tensors")  # what metadata says of a field
 GETTERS = ("get_dtypes", "get_shapes")
 HAVE_DTYPES = ("dense", "view", "ragged", "nested", "tensors", "numbers", "mixture", "array", "tensor")
+LEAVES = "a refused call leaves nothing behind; there keys, rows or values"
 GONE = ["StorageKeyNotFoundError", "KeyError", "LookupError"]
 
 
@@ -120,8 +122,8 @@ def apart(step: Step) -> str | None:
     """Why the two services hold different things after a call, whatever it returned; None where they do not."""
     if step.name not in PUTS:
         return None
-    if raised(step.theirs) and raised(step.ours):
-        return "a refused put leaves nothing behind; there its keys, or rows"
+    if raised(step.theirs) and raised(step.ours) and step.ours.get("left", [""]) != step.theirs.get("left"):
+        return LEAVES
     for field, column in columns_of(step.call).items():
         dtypes = {one["dtype"] for one in given_to(step, field) if one["kind"] in HAVE_DTYPES}
         if column["kind"] in HAVE_DTYPES and len(dtypes) > 1:
@@ -130,6 +132,11 @@ def apart(step: Step) -> str | None:
 
 
 # ---- puts ----
+
+
+@intended(LEAVES)
+def left_by_refused_calls(step: Step, place: Place) -> bool:
+    return place.path[:1] == ("left",) and step.ours["left"] == []
 
 
 @intended("a `NonTensorData` of one value gives it to every row; there the put fails", diverges=True)
@@ -154,6 +161,11 @@ def class_of_a_batch_that_does_not_fit(step: Step, place: Place) -> bool:
 def numbers_by_key(step: Step, place: Place) -> bool:
     cells = [column for column in given_to(step, field_at(step, place), by=("kv_put",)) if "$" in column]
     return any(cell["kind"] in ("array", "number") for cell in cells)
+
+
+@intended("the error of a `data_parser` comes as it is; there it is told in a RuntimeError")
+def errors_of_parsers(step: Step, place: Place) -> bool:
+    return step.given("data_parser", {}).get("how") == "fails" and place.ours == ["ValueError"]
 
 
 # ---- what metadata says ----
@@ -284,18 +296,73 @@ def one_row_twice(step: Step, place: Place) -> bool:
 # ---- samplers ----
 
 
-@intended("a batch size that splits groups is refused at once; there when there are rows enough", diverges=True)
-def groups_that_do_not_fit(step: Step, place: Place) -> bool:
-    odd = step.sampler == "GRPOGroupNSampler" and step.name == "get_meta" and step.given("batch_size") % 2 == 1
-    return odd and step.given("mode", "fetch") == "fetch" and raised(step.ours) == ["ValueError"]
+@intended("a fetch that no rows can satisfy is refused at once; there when there are rows enough", diverges=True)
+def fetches_that_no_rows_satisfy(step: Step, place: Place) -> bool:
+    """A batch size that splits groups, a rank that is none, or a sampler's parameter that is missing."""
+    fetches = step.name == "get_meta" and step.given("mode", "fetch") == "fetch"
+    return fetches and raised(step.ours)[:2] == ["ValueError", "RuntimeError"] and rows_of(step.theirs) == []
+
+
+@intended("a `dp_rank` that is none is refused; there samplers take some", diverges=True)
+def ranks_that_are_none(step: Step, place: Place) -> bool:
+    rank = (step.given("sampling_config") or {}).get("dp_rank")
+    return rank in (-1, 5) and raised(step.ours)[:2] == ["ValueError", "RuntimeError"] and not raised(step.theirs)
+
+
+@intended("samplers use partition and task of the request; there those in `sampling_config`, or none", diverges=True)
+def names_in_sampling_configs(step: Step, place: Place) -> bool:
+    config = step.given("sampling_config") or {}
+    remembers = step.sampler == "SeqlenBalancedSampler" or (step.sampler != "SequentialSampler" and bool(config))
+    fetches = step.name == "get_meta" and step.given("mode", "fetch") == "fetch"
+    return fetches and remembers and "partition_id" not in config
 
 
 @intended("a remembered batch waits for the fields asked for; there it comes without them", diverges=True)
 def remembered_batches(step: Step, place: Place) -> bool:
-    remembers = step.sampler == "RankAwareSampler" and step.name == "get_meta"
-    if not remembers or raised(step.theirs) or raised(step.ours):
+    asked = step.given("sampling_config") or {}
+    if step.name != "get_meta" or asked.get("dp_rank") is None or not rows_of(step.theirs) or rows_of(step.ours) != []:
         return False
-    return step.ours["returns"]["rows"] == [] != step.theirs["returns"]["rows"]
+    fetches = [call["with"].get("sampling_config") for call in step.before if call["call"] == "get_meta"]
+    return step.sampler != "SequentialSampler" and any(
+        config and all(config.get(key) == asked.get(key) for key in ("dp_rank", "batch_index")) for config in fetches
+    )
+
+
+@intended("a remembered batch is forgotten with its rows; there it outlives them", diverges=True)
+def batches_of_cleared_rows(step: Step, place: Place) -> bool:
+    cleared = any("clear" in call["call"] for call in step.before)
+    rank = (step.given("sampling_config") or {}).get("dp_rank")
+    remembers = step.sampler != "SequentialSampler" and step.name == "get_meta" and rank is not None
+    return cleared and remembers and bool(rows_of(step.theirs)) and rows_of(step.theirs) != rows_of(step.ours)
+
+
+ALL_RANKS = "the rows of all ranks of a balanced batch are taken together; there ranks of two batches share rows"
+
+
+@intended(ALL_RANKS, diverges=True)
+def rows_of_all_ranks(step: Step, place: Place) -> bool:
+    """So there are fewer left for another batch."""
+    fetches = step.sampler == "SeqlenBalancedSampler" and step.name == "get_meta"
+    return fetches and bool(rows_of(step.theirs)) and rows_of(step.ours) == []
+
+
+@intended(ALL_RANKS)
+def use_of_all_ranks(step: Step, place: Place) -> bool:
+    return step.sampler == "SeqlenBalancedSampler" and step.name.endswith("consumption_status")
+
+
+@intended("of divisions that are equally even a rank may get the other one", diverges=True)
+def other_shares(step: Step, place: Place) -> bool:
+    balanced = step.sampler == "SeqlenBalancedSampler" and step.name == "get_meta"
+    there, here = rows_of(step.theirs), rows_of(step.ours)
+    return balanced and there is not None and here is not None and len(there) == len(here) != 0
+
+
+def rows_of(outcome: Any) -> list[int] | None:
+    """The rows of the metadata that a call returned; None where it returned none."""
+    returned = outcome.get("returns") if isinstance(outcome, dict) else None
+    rows: list[int] | None = returned.get("rows") if isinstance(returned, dict) else None
+    return rows
 
 
 @intended("a fetch of no rows is empty; there some samplers fail")
@@ -342,6 +409,42 @@ def partitions_without_rows(step: Step, place: Place) -> bool:
 def keys_created_twice(step: Step, place: Place) -> bool:
     keys = step.given("keys")
     return step.name == "kv_retrieve_meta" and step.given("create", False) and len(set(keys)) < len(keys)
+
+
+# ---- streams ----
+
+
+@intended("rows of a stream count as used when the micro-batch after them is asked for; there when they are fetched")
+def rows_of_streams(step: Step, place: Place) -> bool:
+    task = step.given("task_name")
+    streams = any(call["call"] == "stream" and call["with"]["task_name"] == task for call in step.before)
+    if step.name == "check_consumption_status":
+        return streams and (place.theirs, place.ours) == (True, False)
+    if step.name != "get_consumption_status" or not streams:
+        return False
+    return all(here <= there for here, there in zip(json.loads(place.ours), json.loads(place.theirs), strict=True))
+
+
+@intended("`step` ends the batch that was begun; there its rest comes before the new partition", diverges=True)
+def rests_of_batches(step: Step, place: Place) -> bool:
+    calls = [call for call in step.before if call["on"] == step.call["on"] and call["call"] == "go on with"]
+    if step.name != "take" or not calls or not step.theirs.get("returns"):
+        return False
+    first = step.theirs["returns"][0]
+    return isinstance(first, dict) and first["tuple"][1]["partitions"][0] != calls[-1]["with"]["partition_id"]["name"]
+
+
+@intended("fields of a micro-batch have the order of the batch; there those of ragged rows come last")
+def order_in_micro_batches(step: Step, place: Place) -> bool:
+    return step.name.startswith("take") and "order" in place.path
+
+
+@intended("data and metadata of a micro-batch are of the same rows; there not where batches do not divide")
+def rows_of_micro_batches(step: Step, place: Place) -> bool:
+    opened = next((call["with"] for call in step.before if call.get("keep") == step.call["on"]), None)
+    if not step.name.startswith("take") or opened is None or place.path[2:4] != ("tuple", 1):
+        return False
+    return bool(opened["batch_size"] % opened["micro_batch_size"])
 
 
 # ---- rows without data ----

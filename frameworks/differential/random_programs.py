@@ -7,13 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from frameworks.differential.comparing import Place, places
 from frameworks.differential.drawing import Call, Program
-from frameworks.differential.intended import Step, apart, rule_for
+from frameworks.differential.intended import Step, apart, raised, rule_for
 from frameworks.differential.peers import Peer
 
 SHRINK_DEADLINE_S = 20.0
+LEFT_HERE = "left by what is refused here"
+WITH_REFUSED = "after a refused call that was made, and was not made"
 
 
 @dataclass
@@ -37,32 +40,56 @@ def judged(program: Program, calls: Sequence[Call], theirs: Peer, ours: Peer) ->
     """Play these calls up to their first unexpected difference.
 
     A call after which the two services hold different things, as intended, is taken out, and the rest played without
-    it.
+    it. What this package refused must not matter then: the rest has to go as it did with that call.
     """
     verdict, left = Verdict(calls=list(calls)), 0
+    before: list[Any] | None = None  # how the rest went here with the refused call that was taken out
     while True:
         theirs.ask(program, verdict.calls)
         ours.ask(program, verdict.calls)
         outcomes = list(zip(theirs.answer(), ours.answer(), strict=True))
         for at in range(left, len(outcomes)):
-            step = Step(verdict.calls[at], *outcomes[at], verdict.calls[:at], program.sampler[0])
-            found = list(places(step.theirs, step.ours))
-            rules = [(place, rule_for(step, place)) for place in found]
-            verdict.compared += 1
-            verdict.unexpected = [place for place, rule in rules if rule is None]
+            steps = steps_of(verdict.calls[at], *outcomes[at], verdict.calls[:at], program.sampler[0])
+            ruled = [(step, place, rule_for(step, place)) for step in steps for place in differences(step)]
+            verdict.compared += len(steps)
+            verdict.unexpected = [place for _, place, rule in ruled if rule is None]
+            if before is not None:
+                verdict.unexpected += places({WITH_REFUSED: before[at - left]}, {WITH_REFUSED: outcomes[at][1]})
             if verdict.unexpected:
                 del verdict.calls[at + 1 :]
                 return verdict
-            verdict.intended.update({rule.reason for _, rule in rules if rule is not None})
-            why = apart(step)
-            if why:
-                verdict.intended[why] += 1
-            if why or any(rule is not None and rule.diverges for _, rule in rules):
+            why = [reason for reason in map(apart, steps) if reason]
+            verdict.intended.update(why)
+            for step in steps:
+                verdict.intended.update({rule.reason for of, _, rule in ruled if of is step and rule is not None})
+            if why or any(rule is not None and rule.diverges for *_, rule in ruled):
+                before = [ours for _, ours in outcomes[at + 1 :]] if all(raised(step.ours) for step in steps) else None
                 del verdict.calls[at]
                 left = at
                 break
         else:
             return verdict
+
+
+def begun_by(call: Call) -> list[Call]:
+    """The call, or those that it begins together."""
+    return [{**one, "on": call["on"]} for one in call["with"]["calls"]] if call["call"] == "together" else [call]
+
+
+def steps_of(call: Call, theirs: Any, ours: Any, before: list[Call], sampler: str) -> list[Step]:
+    """A call with its outcomes; of calls that were begun together each with its own."""
+    alone = [one for call in before for one in begun_by(call)]
+    inner = begun_by(call)
+    if call["call"] != "together" or "returns" not in theirs or "returns" not in ours:
+        return [Step(call, theirs, ours, alone, sampler)]
+    outcomes = zip(inner, theirs["returns"], ours["returns"], strict=True)
+    return [Step(one, there, here, [*alone, *inner], sampler) for one, there, here in outcomes]
+
+
+def differences(step: Step) -> list[Place]:
+    """Where the outcomes differ; and what a refused call left behind here, which is never anything."""
+    left = step.ours.get("left") if isinstance(step.ours, dict) else None
+    return [*places(step.theirs, step.ours), *([Place((LEFT_HERE,), [], left)] if left else [])]
 
 
 def shortest(program: Program, verdict: Verdict, theirs: Peer, ours: Peer) -> Verdict:
@@ -80,12 +107,14 @@ def shortest(program: Program, verdict: Verdict, theirs: Peer, ours: Peer) -> Ve
 
 def shown(program: Program, verdict: Verdict) -> str:
     """What somebody needs to see a difference again."""
-    lines = [f"seed {program.seed} (--random 1 --seed {program.seed}), {program.sampler[0]}:"]
+    again = f"--random 1 --seed {program.seed} --topic {program.topic}"
+    lines = [f"seed {program.seed} ({again}), {program.sampler[0]}:"]
     for call in verdict.calls:
         kept = f"{call['keep']} = " if "keep" in call else ""
         twin = "async_" if call.get("async") else ""
+        by = f", by {call['by']}" if "by" in call else ""
         given = ", ".join(f"{name}={json.dumps(value)}" for name, value in call["with"].items())
-        lines.append(f"  {kept}{call['on']}.{twin}{call['call']}({given})")
+        lines.append(f"  {kept}{call['on']}.{twin}{call['call']}({given}){by}")
     for place in verdict.unexpected[:4]:
         where = ".".join(map(str, place.path)) or "outcome"
         lines += [

@@ -11,7 +11,9 @@ import os
 import sys
 from typing import Any
 
+import own_sampler
 from omegaconf import OmegaConf
+from other_clients import OtherClients
 from player import Player
 
 import transfer_queue as tq
@@ -20,22 +22,31 @@ import transfer_queue as tq
 def main(needs_ray: bool) -> None:
     """Answer until the input ends. Whatever else prints to standard output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.environ["PYTHONPATH"] = os.path.dirname(__file__)  # the controllers import `own_sampler`
+    cluster = ""
     os.dup2(2, 1)
     if needs_ray:
         import ray
 
-        ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False)
+        cluster = ray.init("local", num_cpus=16, include_dashboard=False, log_to_driver=False).address_info["address"]
     running: Any = None
+    others: OtherClients | None = None
+    config: Any = None
     for line in sys.stdin:
         number, sampler, calls = json.loads(line)
         if sampler != running:
-            if running is not None:
+            if others is not None:
+                others.close()
                 tq.close()
             name, given = running = sampler
-            controller = {"polling_mode": True, "sampler": getattr(tq, name)(**given)}
-            tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
-        print(json.dumps(Player(number).play(calls)), file=answers, flush=True)
-    if running is not None:
+            kind = getattr(tq, name, None) or getattr(own_sampler, name)
+            controller = {"polling_mode": True, "sampler": kind(**given)}
+            config = tq.init(OmegaConf.create({"controller": controller}, flags={"allow_objects": True}))
+            others = OtherClients(config, cluster)
+        assert others is not None
+        print(json.dumps(Player(number, config, others).play(calls)), file=answers, flush=True)
+    if others is not None:
+        others.close()
         tq.close()
 
 

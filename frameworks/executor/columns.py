@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,10 @@ def cell(what: dict[str, Any]) -> Any:
         return tensor(rng, shape(rng, what["dims"]), what["dtype"])
     if what["kind"] == "array":
         return tensor(rng, (rng.randrange(4),), what["dtype"]).numpy()
+    if what["kind"] == "nested":
+        return ragged(rng, 2, what)
+    if what["kind"] == "lock":
+        return threading.Lock()
     if what["kind"] == "number":
         return rng.choice([7, -1.5, True, 2**40])
     made = value(rng)
@@ -159,6 +164,12 @@ def array(rng: random.Random, rows: int, what: dict[str, Any]) -> Any:
     made = np.empty(rows, object)
     made[:] = [value(rng) if way == 4 else {"n": value(rng)} for _ in range(rows)]
     return made
+
+
+@maker
+def locks(rng: random.Random, rows: int, what: dict[str, Any]) -> Any:
+    """What nothing can store, in the last row."""
+    return stack([*("text" for _ in range(rows - 1)), threading.Lock()])
 
 
 @maker

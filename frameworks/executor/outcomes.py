@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,8 @@ def plain(result: Any, names: Names) -> Any:
         return {"items": [[plain(k, names), plain(v, names)] for k, v in result.items()]}
     if type(result) in (str, int, bool, type(None)):
         return result
+    if isinstance(result, type(threading.Lock())):
+        return "lock"
     return (
         f"{type(result).__name__} {result!r}"
         if not isinstance(result, tuple)

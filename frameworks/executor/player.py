@@ -2,7 +2,8 @@
 
 A call is `{"on": what, "call": name, "with": {argument: value}}`. `on` is "tq", "client", "BatchMeta" or "KVBatchMeta",
 or the name under which an earlier call kept its result: `"keep": "m3"`, of a list `"part"` of it. `"async": true` calls
-the asynchronous twin. A value is itself, or, where it is `{"$": kind, ...}`, made by `MAKERS`.
+the asynchronous twin, `"by"` names another client that makes the call. Of a call with `"watch": true` that is refused
+the outcome says what it left behind. A value is itself, or, where it is `{"$": kind, ...}`, made by `MAKERS`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from columns import cell, column
+from holding import changed, held
+from other_clients import OtherClients
 from outcomes import Names, error, plain
+from parsers import parser
+from streams import STREAM_CALLS, Stream, stream
 from tensordict import TensorDict
 
 import transfer_queue as tq
@@ -32,13 +38,18 @@ class Missing(Exception):
 class Player:
     """One program and what its calls kept."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, config: Any, others: OtherClients) -> None:
         self.names = Names(f"program{number}-")
         self.kept: dict[str, Any] = {}
+        self.config = config
+        self.others = others
 
     def play(self, calls: list[Call]) -> list[Any]:
         """The outcome of each call; afterwards the partitions are as before."""
         outcomes = [self._outcome(call) for call in calls]
+        for kept in self.kept.values():
+            if isinstance(kept, Stream):
+                kept.close()
         client = tq.get_client()
         for partition in client.get_partition_list():
             if partition.startswith(self.names.prefix):
@@ -54,11 +65,16 @@ class Player:
             receiver = self._receiver(call["on"])
         except Missing as missing:
             return {"not called": str(missing)}
+        before = held(self.names) if call.get("watch") else None
         try:
             returned = self._called(receiver, call, given)
             outcome = {"returns": self._shown(call["call"], returned)}
+            if call["call"] in ("kv_put", "kv_batch_put"):
+                self._number_rows(returned)
         except Exception as raised:  # noqa: BLE001  what is raised is what is compared
             returned, outcome = None, error(raised)
+            if before is not None:
+                outcome["left"] = changed(before, held(self.names))
         metas = [one for one in (receiver, *given.values()) if isinstance(one, METAS)]
         if metas:
             outcome["afterwards"] = [plain(meta, self.names) for meta in metas]
@@ -67,16 +83,40 @@ class Player:
         self._keep(call, returned)
         return outcome
 
+    def _number_rows(self, put: tq.KVBatchMeta) -> None:
+        """Rows that were put by key get their names now: later it shows when the packages hand out different ones."""
+        meta = tq.get_client().kv_retrieve_meta(keys=put.keys, partition_id=put.partition_id)
+        self.names.rows(list(meta.global_indexes))
+
     def _called(self, receiver: Any, call: Call, given: dict[str, Any]) -> Any:
+        if call["call"] == "together":
+            return self._together(receiver, given["calls"])
+        if call["call"] == "stream":
+            return stream(self.config, **given)
         if call["call"] in FUNCTIONS:
             return FUNCTIONS[call["call"]](receiver, **given)
-        if call.get("async"):
-            returned = asyncio.run(getattr(receiver, f"async_{call['call']}")(**given))
+        name = f"async_{call['call']}" if call.get("async") else call["call"]
+        if call.get("by") == "process":
+            returned = self.others.in_process(call["on"], name, given)
         else:
-            returned = getattr(receiver, call["call"])(**given)
+            made = getattr(self.others.object() if call.get("by") == "object" else receiver, name)(**given)
+            returned = asyncio.run(made) if call.get("async") else made
         if given.get("mode") == "force_fetch":  # in the order of a Python set there
             returned.reorder(sorted(range(len(returned)), key=returned.global_indexes.__getitem__))
         return returned
+
+    def _together(self, receiver: Any, calls: list[dict[str, Any]]) -> list[Any]:
+        """What each of some calls gives that are begun at once."""
+
+        async def begun() -> list[Any]:
+            twins = [getattr(receiver, f"async_{call['call']}")(**call["with"]) for call in calls]
+            return await asyncio.gather(*twins, return_exceptions=True)
+
+        returned = asyncio.run(begun())
+        return [
+            error(one) if isinstance(one, Exception) else {"returns": self._shown(call["call"], one)}
+            for call, one in zip(calls, returned, strict=True)
+        ]
 
     def _receiver(self, name: str) -> Any:
         if name in ("tq", "BatchMeta", "KVBatchMeta"):
@@ -91,7 +131,7 @@ class Player:
     def _keep(self, call: Call, returned: Any) -> None:
         if isinstance(returned, list) and returned:
             returned = returned[call.get("part", 0) % len(returned)]
-        if "keep" in call and isinstance(returned, METAS):
+        if "keep" in call and isinstance(returned, (*METAS, Stream)):
             self.kept[call["keep"]] = returned
 
     def _made(self, value: Any) -> Any:
@@ -108,6 +148,8 @@ class Player:
         if name == "kv_list":
             shown = {self.names.shown(one): keys for one, keys in returned.items() if one.startswith(self.names.prefix)}
             return plain(shown, self.names)
+        if name == "together":
+            return returned
         if name == "get_partition_list":
             return [self.names.shown(one) for one in returned if one.startswith(self.names.prefix)]
         if name in ("get_consumption_status", "get_production_status") and returned[0] is not None:
@@ -136,7 +178,10 @@ MAKERS: dict[str, Callable[[Player, dict[str, Any]], Any]] = {
     "positions": lambda player, value: _positions(player, value),
     "indexes": lambda player, value: list(player._kept(value["of"]).global_indexes),
     "tags": lambda player, value: _tags(player, value),
+    "locked tags": lambda player, value: [*_tags(player, {**value, "more": -1}), {"lock": threading.Lock()}],
+    "lock": lambda player, value: {"n": 1, "lock": threading.Lock()},
     "keys of": lambda player, value: _meta_of_keys(player, value),
+    "parser": lambda player, value: parser(value["how"]),
 }
 
 
@@ -207,4 +252,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "alter tags": _alter_tags,
     "samples": _compare_samples,
     "truth": lambda meta: [bool(meta), len(meta), meta.size],
+    **STREAM_CALLS,
 }

@@ -4,7 +4,8 @@
     ├── CallerError                    the call is wrong: change the call
     │   ├── InvalidInput               (ValueError)      sizes, names, duplicates
     │   │   ├── UnknownMode            (RuntimeError)    get_meta's mode, or what the mode needs
-    │   │   ├── MissingParameter       (TypeError)       sampling_config lacks what the sampler needs
+    │   │   ├── InvalidSampling        (RuntimeError)    batch_size or sampling_config is not what the sampler takes
+    │   │   │   └── MissingParameter   (TypeError)       sampling_config lacks what the sampler needs
     │   │   ├── NotDivisible           (AssertionError)  items that do not make so many parts
     │   │   ├── BatchMismatch          (RuntimeError)    a batch does not fit its metadata or its parser's result
     │   │   └── SchemaViolation                          a rollout batch is not what its schema says
@@ -95,7 +96,13 @@ class UnknownMode(InvalidInput, RuntimeError):
     code = "unknown_mode"
 
 
-class MissingParameter(InvalidInput, TypeError):
+class InvalidSampling(InvalidInput, RuntimeError):
+    """The sampler cannot do what `batch_size` and `sampling_config` ask for, whatever rows there are."""
+
+    code = "invalid_sampling"
+
+
+class MissingParameter(InvalidSampling, TypeError):
     """`sampling_config` does not have a parameter that the sampler cannot do without."""
 
     code = "missing_parameter"
@@ -124,7 +131,7 @@ class SchemaViolation(InvalidInput):
         self.field = field
 
 
-class UnsupportedValue(CallerError, TypeError):
+class UnsupportedValue(CallerError, TypeError, RuntimeError):
     """A value cannot be stored so that the same type and value come back."""
 
     code = "unsupported_value"

@@ -10,7 +10,8 @@ VARIED = "varied"
 OBJECTS = "objects"
 NESTED = "nested"
 MIXED = "mixed"
-NUMBERS = frozenset(f"{kind}{bits}" for kind in ("int", "float") for bits in (8, 16, 32, 64)) | {"uint8", "bfloat16"}
+INTEGERS = frozenset(f"int{bits}" for bits in (8, 16, 32, 64)) | {"uint8"}
+NUMBERS = INTEGERS | {"float16", "float32", "float64", "bfloat16"}
 
 
 class FieldSchema(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -44,6 +45,10 @@ class FieldSchema(msgspec.Struct, array_like=True, gc=False, frozen=True):
         """Whether rows of both are tensors that cannot be one tensor because of their dtypes."""
         tensors = self._family() == other._family() == "tensors"
         return tensors and len(self.shape) == len(other.shape) and self._dtype_with(other) is None
+
+    def takes_whole_numbers(self, other: FieldSchema) -> bool:
+        """Whether rows of one are integers and those of the other floats, which may hold them exactly."""
+        return len({self.dtype, other.dtype} & INTEGERS) == 1 and {self.dtype, other.dtype} <= NUMBERS
 
     def merged(self, other: FieldSchema) -> FieldSchema:
         """The schema that covers rows of both."""

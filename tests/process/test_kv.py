@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import transfer_queue as tq
 from transfer_queue.errors import CallerError, InvalidInput, NotReady, SchemaConflict, UnknownRows, UnsupportedValue
@@ -371,10 +371,29 @@ def test_data_parser_runs_here_and_must_keep_fields_and_lengths(part: str) -> No
     tq.kv_put("c", part, {"x": torch.tensor(3.0)}, data_parser=double)
     got = tq.kv_batch_get(["a", "b", "c"], part)["x"]
     assert (got.tolist(), got.dtype) == ([2.0, 4.0, 6.0], torch.float64)
-    for bad in (lambda c: {}, lambda c: {**c, "y": c["x"]}, lambda c: {"x": c["x"][:1]}):
+    wrong: list[Any] = [lambda c: {}, lambda c: {**c, "y": c["x"]}, lambda c: {"x": c["x"][:1]}, lambda c: None]
+    for bad in wrong:
         with pytest.raises((ValueError, RuntimeError)):
             tq.kv_batch_put(["d", "e"], part, batch(2, x=torch.zeros(2)), data_parser=bad)
     assert "d" not in tq.kv_list(part)[part]
+
+
+def test_a_parser_gets_rows_as_lists_where_they_are_no_tensor_and_objects_stay_objects(part: str) -> None:
+    urls = NonTensorStack("a.png", "bc.png")
+    ragged = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    columns = batch(2, image=urls, ids=ragged, turns=NonTensorStack(*map(NonTensorData, (3, 4))))
+
+    def fetched(given: dict[str, Any]) -> dict[str, Any]:
+        given["image"][:] = [torch.full((2,), len(url)) for url in given["image"]]
+        given["ids"][0] = torch.zeros(3)
+        return given
+
+    tq.kv_batch_put(["a", "b"], part, columns, data_parser=fetched)
+    got = tq.kv_batch_get(["a", "b"], part)
+    assert [row.tolist() for row in got["image"].unbind()] == [[5, 5], [6, 6]]
+    assert [row.tolist() for row in got["ids"].unbind()] == [[0, 0, 0], [1, 1]]
+    assert got["turns"] == [3, 4]
+    assert urls.tolist() == ["a.png", "bc.png"]
 
 
 def test_what_a_caller_does_to_a_listing_reaches_no_later_listing(client: tq.TransferQueueClient) -> None:

@@ -82,13 +82,37 @@ def test_pythons_ints_take_the_dtype_of_the_other_numbers(part: str, first: Any,
     assert [row.tolist() for row in got.unbind()] == [torch.as_tensor(v).float().tolist() for v in (first, second)]
 
 
-def test_an_int_that_would_change_is_refused_and_tensors_are_never_converted(part: str) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("floats", "ints"),
+    [
+        (torch.ones(3), torch.arange(3)),
+        (torch.tensor(0.5), torch.tensor(2**24)),
+        (torch.ones(2, 1), torch.ones(3, 1).char()),
+    ],
+    ids=["columns", "numbers", "ragged"],
+)
+def test_integers_beside_floats_take_their_dtype_in_any_order(
+    part: str, floats: torch.Tensor, ints: torch.Tensor, order: int
+) -> None:
+    got = two(part, *[floats, ints][::order])
+    assert got.dtype == torch.float32
+    assert [row.tolist() for row in got.unbind()] == [row.float().tolist() for row in [floats, ints][::order]]
+
+
+def test_an_int_that_would_change_is_refused_and_so_are_tensors_of_two_floats(part: str) -> None:
     with pytest.raises(SchemaConflict, match=r"an integer of row 'b' does not fit into float32"):
         two(part, 0.5, 2**24 + 1)
     with pytest.raises(SchemaConflict, match=r"an integer of row 'b' does not fit into float16"):
         two(part, np.float16([0.5]), [-(2**63)])
-    with pytest.raises(SchemaConflict, match="int64 in row 'b'"):
-        two(part, torch.tensor(0.5), torch.tensor(1))
+    with pytest.raises(SchemaConflict, match=r"row 'b' does not fit .*float32 in row 'a'; int64 in row 'b'"):
+        two(part, torch.tensor(0.5), torch.tensor(2**24 + 1))
+    with pytest.raises(SchemaConflict, match=r"row 'a' does not fit .*int64 in row 'a'; float32 in row 'b'"):
+        two(part, torch.tensor(2**63 - 1), torch.tensor(0.5))
+    with pytest.raises(SchemaConflict, match="bool in row 'b'"):
+        two(part, torch.tensor(0.5), torch.tensor(True))
+    with pytest.raises(SchemaConflict, match="float64 in row 'b'"):
+        two(part, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64))
 
 
 def test_numbers_put_one_by_one_and_in_a_batch_are_one_column(part: str) -> None:

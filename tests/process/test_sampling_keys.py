@@ -9,7 +9,7 @@ import pytest
 from tables import Box, indexes
 
 import transfer_queue as tq
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, InvalidSampling
 from transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
@@ -43,7 +43,7 @@ KNOWN = {
 )
 def test_a_misspelt_key_is_refused_before_it_waits(sampler: type[BaseSampler], wrong: str, right: str) -> None:
     box = Box(sampler())
-    with pytest.raises(InvalidInput, match=f"{sampler.__name__} does not know '{wrong}'; the nearest is '{right}'"):
+    with pytest.raises(InvalidSampling, match=f"{sampler.__name__} does not know '{wrong}'; the nearest is '{right}'"):
         box.fetch(1, wait_s=9, ticket="t", **{wrong: 0})
     assert box.controller.num_waiting == 0
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pytest
+
+from frameworks.differential import random_programs
 from frameworks.differential.comparing import Place, places
-from frameworks.differential.drawing import OTHERS, TENSORS, draw
+from frameworks.differential.drawing import OTHERS, TENSORS, Program
+from frameworks.differential.intended import LEAVES
+from frameworks.differential.topics import TOPICS, draw
 
 # The client's methods and functions of TransferQueue 0.1.11 that the programs call, by what they are called on.
 CALLED = {
@@ -21,18 +27,19 @@ CALLED = {
 }
 
 
-def test_a_seed_gives_one_program_of_plain_data() -> None:
+@pytest.mark.parametrize("topic", [*TOPICS, None])
+def test_a_seed_gives_one_program_of_plain_data(topic: str | None) -> None:
     for seed in range(50):
-        program = draw(seed)
-        assert program == draw(seed)
+        program = draw(seed, topic)
+        assert program == draw(seed, topic)
         assert json.loads(json.dumps(program.calls)) == program.calls
-        assert len(program.calls) >= 5
+        assert len(program.calls) >= 4
 
 
 def test_the_programs_call_all_of_the_public_surface() -> None:
     called: dict[str, set[str]] = {on: set() for on in CALLED}
     modes, kinds = set(), set()
-    for call in (call for seed in range(400) for call in draw(seed).calls):
+    for call in (call for seed in range(400) for call in draw(seed, "columns").calls):
         called[call["on"] if call["on"] in CALLED else "metadata"].add(call["call"])
         modes.add(call["with"].get("mode", "fetch"))
         columns = call["with"].get("data")
@@ -58,3 +65,53 @@ def test_an_error_has_to_be_caught_by_whoever_catches_theirs() -> None:
     assert not list(places(theirs, {"raises": ["RuntimeError", "ValueError"], "texts": ["do not match", "more"]}))
     assert [place.path for place in places(theirs, {"raises": ["TypeError"], "texts": []})] == [("raises",), ("texts",)]
     assert list(places(theirs, {"returns": 1})) == [Place((), theirs, {"returns": 1})]
+
+
+class Recorded:
+    """An interpreter whose answers are known, one for each program that it is asked to play."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self._answers = list(answers)
+
+    def ask(self, program: Program, calls: list[Any]) -> None:
+        assert len(calls) == len(self._answers[0])
+
+    def answer(self) -> list[Any]:
+        return self._answers.pop(0)
+
+
+REFUSED = {"raises": ["ValueError"], "texts": [], "left": ["keys"]}
+PUT = {"on": "tq", "call": "kv_put", "with": {}, "watch": True}
+LOOK = {"on": "tq", "call": "kv_list", "with": {}}
+
+
+def judged(theirs: Recorded, ours: Recorded) -> random_programs.Verdict:
+    program = Program(0, "refusals", ("SequentialSampler", {}), [PUT, LOOK])
+    return random_programs.judged(program, program.calls, theirs, ours)  # type: ignore[arg-type]
+
+
+def test_what_a_refused_call_leaves_behind_there_is_intended_and_here_never() -> None:
+    nothing = {**REFUSED, "left": []}
+    played = judged(
+        Recorded([REFUSED, {"returns": 1}], [{"returns": 0}]), Recorded([nothing, {"returns": 0}], [{"returns": 0}])
+    )
+    assert not played.unexpected
+    assert played.intended[LEAVES] >= 1
+    left = judged(Recorded([REFUSED, {"returns": 1}]), Recorded([REFUSED, {"returns": 1}]))
+    assert [place.path for place in left.unexpected] == [(random_programs.LEFT_HERE,)]
+
+
+def test_after_a_refused_call_all_goes_as_without_it() -> None:
+    nothing = {**REFUSED, "left": []}
+    ours = Recorded([nothing, {"returns": 5}], [{"returns": 0}])  # the refused call was seen, after all
+    verdict = judged(Recorded([REFUSED, {"returns": 1}], [{"returns": 0}]), ours)
+    assert [place.path[0] for place in verdict.unexpected] == [random_programs.WITH_REFUSED]
+
+
+def test_calls_that_are_begun_together_are_compared_one_by_one() -> None:
+    together = {"on": "client", "call": "together", "with": {"calls": [LOOK, PUT]}}
+    outcome = {"returns": [{"returns": 1}, {"raises": ["ValueError"], "texts": []}]}
+    steps = random_programs.steps_of(together, outcome, outcome, [], "SequentialSampler")
+    assert [(step.name, step.theirs) for step in steps] == list(
+        zip(["kv_list", "kv_put"], outcome["returns"], strict=True)
+    )

@@ -410,7 +410,7 @@ def test_many_blocks_of_a_row_each_give_the_rows_of_a_list() -> None:
     assert_rows(get(blocks, "s"), [f"row {n}" for n in range(40)])
     dense = [put({"x": torch.full((1, 3), float(n))}, 1) for n in range(40)]
     assert_rows(get(dense, "x"), [torch.full((3,), float(n)) for n in range(40)])
-    mixed = [dense[0], *blocks[:1], *dense[1:9]]
+    mixed = [dense[0], put({"x": [torch.ones(3, dtype=torch.bool)]}, 1), *dense[1:9]]
     with pytest.raises(SchemaConflict):
         get(mixed, "x", schema=dense[0].layout.columns[0].schema())
 

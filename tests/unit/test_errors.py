@@ -40,6 +40,11 @@ def documented() -> dict[str, str]:
     return found
 
 
+@pytest.mark.parametrize("cls", [errors.UnsupportedValue, errors.InvalidSampling, errors.MissingParameter])
+def test_what_was_a_runtime_error_in_transfer_queue_is_caught_as_one(cls: type[TransferQueueError]) -> None:
+    assert issubclass(cls, RuntimeError)
+
+
 def test_codes_are_unique() -> None:
     codes = [cls.code for cls in LEAVES]
     assert len(set(codes)) == len(codes)

@@ -211,7 +211,9 @@ class Operations:
         """Write all fields of `data` (a TensorDict or a mapping of columns) to new rows, or to those of `metadata`.
 
         Atomic per partition: the cells become visible together, with the tags changed on `metadata`, when this returns.
-        `metadata` is updated and returned; with it, `partition_id` can only be that of its rows.
+        `metadata` is updated and returned; with it, `partition_id` can only be that of its rows. `data_parser` is
+        called here before anything is sent, with a dict of the columns: tensors as they are, nested tensors and stacks
+        as lists of their rows. It returns one with the same fields and numbers of rows.
         `strict_schema`, `dedupe`: see `kv_put`. Waits for room. Raises `InvalidInput`, `UnsupportedValue`,
         `SchemaConflict` (where strict), `StorageKeyNotFoundError` (the rows were cleared), `StoreFull`; nothing is
         visible then.

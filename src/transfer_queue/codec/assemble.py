@@ -142,7 +142,7 @@ class Assembler:
             return self._mixed(name, runs, inner)
         if column.kind in (OBJECTS, NESTED):
             return self._objects(runs, inner) if column.kind == OBJECTS else self._tensordict(runs)
-        common = mixing.common_dtype(columns)
+        common = mixing.common_dtype(columns, converts=inner is None and self.decoding is VALUES)
         if common is None:
             raise mixing.several_dtypes(runs, self.name_row)
         merged = shape if shape == column.shape and len(runs) == 1 else merged_shape(shape, runs)
@@ -227,14 +227,16 @@ class Assembler:
     def _widened(
         self, name: str, dtype: str, shape: tuple[int, ...], runs: list[Run], inner: tuple[int, ...] | None
     ) -> torch.Tensor:
-        """Numbers as `dtype`, of which some were Python's ints."""
+        """Numbers as `dtype`, of which some were whole numbers of another one."""
         now = self._now()
         rows = [row for run in runs for row in now._rows(name, run)]
-        rows = mixing.widened(rows, dtype, name, self.name_row)
+        wide = mixing.widened(rows, dtype)
+        if isinstance(wide, int):
+            raise mixing.does_not_fit(runs, wide, dtype, self.name_row)
         if name in self.out:
-            self._check_out(name, (len(rows), *shape), rows[0].dtype)
-            return self.out[name].copy_(torch.stack(rows))
-        return mixing.joined(rows) if inner is None else torch.stack(rows)
+            self._check_out(name, (len(wide), *shape), wide[0].dtype)
+            return self.out[name].copy_(torch.stack(wide))
+        return mixing.joined(wide) if inner is None else torch.stack(wide)
 
     def _check_out(self, name: str, expected: tuple[int, ...], dtype: torch.dtype) -> None:
         target = self.out[name]

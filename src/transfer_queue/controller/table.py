@@ -284,7 +284,10 @@ class Table:
             if strict:
                 raise SchemaConflict(f"partition {self.name!r}: {reason}")
             if held.schema.differs_in_dtype(new):
-                notes.append(f"{reason}: a get of rows of both will raise")
+                unless = (
+                    " where the floats do not hold the integers exactly" if held.schema.takes_whole_numbers(new) else ""
+                )
+                notes.append(f"{reason}: a get of rows of both raises{unless}")
         if len(self.groups) > MAX_GROUPS and tuple(sorted(new.name for new in schema)) not in self._group_numbers:
             raise InvalidInput(f"partition {self.name!r}: more than {MAX_GROUPS} different sets of fields")
         return "; ".join(notes)

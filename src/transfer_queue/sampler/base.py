@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.errors import ConfigError, InvalidInput, UnsupportedValue
+from transfer_queue.errors import ConfigError, InvalidSampling, UnsupportedValue
 from transfer_queue.names import nearest
 from transfer_queue.sampler.script import MAIN_NAMES, main_module
 
@@ -58,28 +58,28 @@ def as_list(rows: Ready) -> list[int]:
 
 
 def positive(value: object, what: str) -> int:
-    """`value` as an int. InvalidInput when it is not a whole number above 0."""
+    """`value` as an int. InvalidSampling when it is not a whole number above 0."""
     found = whole_number(value, what)
     if found <= 0:
-        raise InvalidInput(f"{what} must be positive, got {value}")
+        raise InvalidSampling(f"{what} must be positive, got {value}")
     return found
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value` as an int. InvalidInput when it is not a whole number."""
+    """`value` as an int. InvalidSampling when it is not a whole number."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidInput(f"{what} must be an int, got {value!r}") from None
+        raise InvalidSampling(f"{what} must be an int, got {value!r}") from None
 
 
 def check_hashable(**values: object) -> None:
-    """InvalidInput when one of `values` cannot be a key."""
+    """InvalidSampling when one of `values` cannot be a key."""
     for name, value in values.items():
         try:
             hash(value)
         except TypeError:
-            raise InvalidInput(f"{name} cannot be {value!r}") from None
+            raise InvalidSampling(f"{name} cannot be {value!r}") from None
 
 
 class BaseSampler(ABC):
@@ -118,7 +118,7 @@ class BaseSampler(ABC):
             that the ready rows do not suffice yet.
 
         Raises:
-            InvalidInput: a parameter is wrong. Nothing has changed then.
+            InvalidSampling: a parameter is wrong. Nothing has changed then.
         """
 
     @property
@@ -181,12 +181,12 @@ class BaseSampler(ABC):
         """Refuses what no ready rows could satisfy; called once per request, before it may wait.
 
         Raises:
-            InvalidInput: a parameter is missing or wrong. Here: `sample` does not know its name.
+            InvalidSampling: a parameter is missing or wrong. Here: `sample` does not know its name.
         """
         known = _keys_of(type(self).sample)
         unknown = () if known is None else [key for key in sampling_config if key not in known]
         if known is not None and unknown:
-            raise InvalidInput(
+            raise InvalidSampling(
                 f"sampling_config: {type(self).__name__} does not know {unknown[0]!r}; "
                 f"the nearest is {nearest(unknown[0], (*known, *SETTINGS, DP_SIZE))!r}"
             )

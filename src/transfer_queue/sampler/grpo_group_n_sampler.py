@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidSampling
 from transfer_queue.sampler.base import (
     BaseSampler,
     Dealt,
@@ -36,12 +36,12 @@ class GRPOGroupNSampler(BaseSampler):
 
     def __init__(self, n_samples_per_prompt: int = 1, group_tag: str | None = "group_id") -> None:
         """Raises:
-        InvalidInput: `n_samples_per_prompt` is not a positive int, or `group_tag` is neither a str nor None.
+        InvalidSampling: `n_samples_per_prompt` is not a positive int, or `group_tag` is neither a str nor None.
         """
         super().__init__()
         self.n_samples_per_prompt = positive(n_samples_per_prompt, "n_samples_per_prompt")
         if group_tag is not None and not isinstance(group_tag, str):
-            raise InvalidInput(f"group_tag must be a str or None, got {group_tag!r}")
+            raise InvalidSampling(f"group_tag must be a str or None, got {group_tag!r}")
         self.group_tag = group_tag
 
     def sample(
@@ -56,7 +56,7 @@ class GRPOGroupNSampler(BaseSampler):
         """See `BaseSampler.sample`; what is sampled is consumed.
 
         Raises:
-            InvalidInput: `batch_size` is negative or not a multiple of `n_samples_per_prompt`, or a row's
+            InvalidSampling: `batch_size` is negative or not a multiple of `n_samples_per_prompt`, or a row's
                 group cannot be hashed.
         """
         rank, batch = kwargs.get("dp_rank"), kwargs.get("batch_index")
@@ -83,7 +83,7 @@ class GRPOGroupNSampler(BaseSampler):
         return divided(list(itertools.chain.from_iterable(shares)), len(shares), self.n_samples_per_prompt)
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """InvalidInput for a `batch_size` that `sample` refuses, and as `BaseSampler`."""
+        """InvalidSampling for a `batch_size` that `sample` refuses, and as `BaseSampler`."""
         super().check_request(batch_size, sampling_config)
         if type(self).sample is GRPOGroupNSampler.sample:
             self._groups_in(batch_size)
@@ -91,7 +91,7 @@ class GRPOGroupNSampler(BaseSampler):
     def _groups_in(self, batch_size: int) -> int:
         groups, rest = divmod(whole_number(batch_size, "batch_size"), self.n_samples_per_prompt)
         if rest or groups < 0:
-            raise InvalidInput(
+            raise InvalidSampling(
                 f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {self.n_samples_per_prompt}, "
                 f"and not negative"
             )
@@ -133,7 +133,7 @@ def _by_tag(
         try:
             named.setdefault(group, []).append(index)
         except TypeError:
-            raise InvalidInput(f"row {index}: tag {group_tag!r} names a group, so it cannot be {group!r}") from None
+            raise InvalidSampling(f"row {index}: tag {group_tag!r} names a group, so it cannot be {group!r}") from None
     return named, unnamed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transfer_queue.errors import InvalidInput, MissingParameter
+from transfer_queue.errors import InvalidSampling, MissingParameter
 from transfer_queue.sampler.base import (
     BaseSampler,
     Dealt,
@@ -37,13 +37,13 @@ class RankAwareSampler(BaseSampler):
         """See `BaseSampler.sample`; what is sampled is consumed. Nothing when fewer than `batch_size` rows are ready.
 
         Raises:
-            MissingParameter: `dp_rank` or `batch_index` is not given. An InvalidInput and a TypeError.
-            InvalidInput: `dp_rank` or `batch_size` is negative or not an int, or `batch_index` is not hashable.
+            MissingParameter: `dp_rank` or `batch_index` is not given. An InvalidSampling and a TypeError.
+            InvalidSampling: `dp_rank` or `batch_size` is negative or not an int, or `batch_index` is not hashable.
         """
         _check(dp_rank, batch_index)
         size = whole_number(batch_size, "batch_size")
         if size < 0:
-            raise InvalidInput(f"batch_size {batch_size} is negative")
+            raise InvalidSampling(f"batch_size {batch_size} is negative")
         known = self._states.get(partition_id, {}).get(task_name, {}).get(dp_rank, {}).get(batch_index)
         if known is not None:
             return list(known), list(known)
@@ -66,7 +66,7 @@ class RankAwareSampler(BaseSampler):
         return batch_size if type(self).sample is RankAwareSampler.sample and batch_size >= 0 else None
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """MissingParameter or InvalidInput for what `sample` refuses, and as `BaseSampler`."""
+        """MissingParameter or InvalidSampling for what `sample` refuses, and as `BaseSampler`."""
         super().check_request(batch_size, sampling_config)
         if type(self).sample is RankAwareSampler.sample:
             _check(sampling_config.get("dp_rank"), sampling_config.get("batch_index"))
@@ -77,4 +77,4 @@ def _check(dp_rank: object, batch_index: object) -> None:
         raise MissingParameter("RankAwareSampler needs dp_rank and batch_index in sampling_config")
     check_hashable(batch_index=batch_index)
     if whole_number(dp_rank, "dp_rank") < 0:
-        raise InvalidInput(f"dp_rank {dp_rank} must be greater than or equal to 0")
+        raise InvalidSampling(f"dp_rank {dp_rank} must be greater than or equal to 0")

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from transfer_queue.errors import InvalidInput, NotDivisible
+from transfer_queue.errors import InvalidSampling, NotDivisible
 from transfer_queue.sampler.base import (
     Dealt,
     PartitionView,
@@ -36,7 +36,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1, group_tag: str | None = "group_id") -> None:
         """Raises:
-        InvalidInput: `dp_size` is not a positive int, or as `GRPOGroupNSampler`.
+        InvalidSampling: `dp_size` is not a positive int, or as `GRPOGroupNSampler`.
         """
         super().__init__(n_samples_per_prompt, group_tag)
         self.dp_size = positive(dp_size, "dp_size")
@@ -58,7 +58,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             (the rows of this rank, the rows of all ranks). Nothing for a `dp_rank` of `dp_size` or more.
 
         Raises:
-            InvalidInput: `batch_size`, the rows of one rank, is negative or not a multiple of `n_samples_per_prompt`;
+            InvalidSampling: `batch_size`, the rows of one rank, is negative or no multiple of `n_samples_per_prompt`;
                 `dp_rank` is negative or no int; a row's length is not a number; or its group cannot be hashed.
         """
         rank, batch = _rank_and_batch(kwargs)
@@ -100,14 +100,14 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return True
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """InvalidInput for what `sample` refuses, and for a `dp_rank` of `dp_size` or more: it would wait for ever."""
+        """InvalidSampling for what `sample` refuses, and for a `dp_rank` of `dp_size` or more, which would wait."""
         super().check_request(batch_size, sampling_config)
         if not self._is_own():
             return
         self._groups_in(batch_size)
         rank, _ = _rank_and_batch(sampling_config)
         if rank >= self.dp_size:
-            raise InvalidInput(f"dp_rank {rank}: the sampler divides batches among dp_size={self.dp_size} ranks")
+            raise InvalidSampling(f"dp_rank {rank}: the sampler divides batches among dp_size={self.dp_size} ranks")
 
     def _is_own(self) -> bool:
         return type(self).sample is SeqlenBalancedSampler.sample
@@ -161,7 +161,7 @@ def _rank_and_batch(config: Mapping[str, Any]) -> tuple[int, Any]:
     rank, batch = config.get("dp_rank"), config.get("batch_index")
     rank = 0 if rank is None else whole_number(rank, "dp_rank")
     if rank < 0:
-        raise InvalidInput(f"dp_rank {rank} must be greater than or equal to 0")
+        raise InvalidSampling(f"dp_rank {rank} must be greater than or equal to 0")
     check_hashable(batch_index=batch)
     return rank, 0 if batch is None else batch
 
@@ -173,7 +173,7 @@ def _lengths(rows: list[int], partition: PartitionView | None) -> list[float]:
     lengths: list[float] = [1 if not row else row.get(LENGTH_TAG, 1) for row in tags]
     for row, length in zip(rows, lengths, strict=True):
         if not _is_length(length):
-            raise InvalidInput(
+            raise InvalidSampling(
                 f"row {row}: tag {LENGTH_TAG!r} is the row's number of tokens, so it cannot be {length!r}"
             )
     return lengths
@@ -211,8 +211,8 @@ def karmarkar_karp(seqlen_list: Sequence[float], k_partitions: int, equal_size: 
 
     Raises:
         NotDivisible: `k_partitions` is below 1; there are fewer items; or with `equal_size`, the number of items is
-            not a multiple of it. An InvalidInput and an AssertionError.
-        InvalidInput: `k_partitions` is not an int, or an item is not a number of 0 or more.
+            not a multiple of it. An InvalidSampling and an AssertionError.
+        InvalidSampling: `k_partitions` is not an int, or an item is not a number of 0 or more.
     """
     lengths = list(seqlen_list)
     k = _number_of_parts(lengths, k_partitions, equal_size)
@@ -238,7 +238,7 @@ def _number_of_parts(lengths: list[float], k_partitions: int, equal_size: bool) 
         raise NotDivisible(f"{len(lengths)} items do not divide into {k} parts of equal size")
     for position, length in enumerate(lengths):
         if not _is_length(length):
-            raise InvalidInput(f"item {position} is a length, so it cannot be {length!r}")
+            raise InvalidSampling(f"item {position} is a length, so it cannot be {length!r}")
     return k
 
 

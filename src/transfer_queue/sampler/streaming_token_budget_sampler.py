@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transfer_queue.errors import InvalidInput, MissingParameter
+from transfer_queue.errors import InvalidSampling, MissingParameter
 from transfer_queue.sampler.base import Dealt, PartitionView, Sampled, check_hashable, positive, tags_of, whole_number
 from transfer_queue.sampler.grpo_group_n_sampler import GRPOGroupNSampler
 from transfer_queue.sampler.seqlen_balanced_sampler import LENGTH_TAG, _is_length, get_seqlen_balanced_partitions
@@ -40,7 +40,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         self, n_samples_per_prompt: int = 1, balance_unit_multiplier: int = 1, group_tag: str | None = "group_id"
     ) -> None:
         """Raises:
-        InvalidInput: `balance_unit_multiplier` is not a positive int, or as `GRPOGroupNSampler`.
+        InvalidSampling: `balance_unit_multiplier` is not a positive int, or as `GRPOGroupNSampler`.
         """
         super().__init__(n_samples_per_prompt, group_tag)
         self.balance_unit_multiplier = positive(balance_unit_multiplier, "balance_unit_multiplier")
@@ -62,7 +62,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         """See `BaseSampler.sample`; what is sampled is consumed. `batch_size` counts only without `token_budget`.
 
         Raises:
-            InvalidInput: a parameter is missing or wrong, `partition` too, or a row's length is not a number.
+            InvalidSampling: a parameter is missing or wrong, `partition` too, or a row's length is not a number.
         """
         where = (partition_id, task_name)
         if kwargs.get(BUDGET) is None:
@@ -75,7 +75,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         if batch is not None and known is not None:
             return list(known[0]), list(known[1])
         if partition is None:
-            raise InvalidInput("StreamingTokenBudgetSampler needs the partition, for the lengths of its rows")
+            raise InvalidSampling("StreamingTokenBudgetSampler needs the partition, for the lengths of its rows")
         underfill, done = bool(kwargs.get("allow_underfill", True)), bool(kwargs.get("production_done"))
         if batch is None:
             self._deal(where, size, budget, ready_indexes, partition, done)
@@ -221,7 +221,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         return self._by_group(shares) if type(self).sample is StreamingTokenBudgetSampler.sample else shares, consumed
 
     def check_request(self, batch_size: int, sampling_config: Mapping[str, Any]) -> None:
-        """InvalidInput for what `sample` refuses; MissingParameter (a ValueError) without `dp_rank` or `dp_size`."""
+        """InvalidSampling for what `sample` refuses; MissingParameter (a ValueError) without `dp_rank` or `dp_size`."""
         if type(self).sample is not StreamingTokenBudgetSampler.sample:
             super().check_request(batch_size, sampling_config)
             return
@@ -291,7 +291,7 @@ def _terms(config: Mapping[str, Any]) -> tuple[int, int, int]:
     budget = whole_number(config[BUDGET], BUDGET)
     rank, size = whole_number(rank, "dp_rank"), whole_number(size, "dp_size")
     if budget <= 0 or not 0 <= rank < size:
-        raise InvalidInput(f"token_budget {budget} for dp_rank {rank} of {size}")
+        raise InvalidSampling(f"token_budget {budget} for dp_rank {rank} of {size}")
     check_hashable(batch_index=config.get("batch_index"))
     return budget, rank, size
 
@@ -307,5 +307,5 @@ def _tokens(rows: list[int], token_budget: int, partition: PartitionView) -> lis
         )
     for index, length in zip(rows, lengths, strict=True):
         if not _is_length(length):
-            raise InvalidInput(f"row {index}: tag {LENGTH_TAG!r} is a number of tokens, so it cannot be {length!r}")
+            raise InvalidSampling(f"row {index}: tag {LENGTH_TAG!r} is a number of tokens, so it cannot be {length!r}")
     return lengths

@@ -41,9 +41,10 @@ def kv_put(
     In a dict, a tensor is the value of a cell; numbers, arrays (also of libraries that export them by DLPack) and lists
     of numbers become tensors, as in the columns of `kv_batch_put`, and everything else is one object. A TensorDict has
     batch size 1.
-    Rows of a field may differ: with another kind or rank a get of both gives a list, with another dtype it raises
-    `SchemaConflict`, and the log of the put says so once. `strict_schema` refuses such a put (None: as
-    `controller.strict_schema` of the service says).
+    Rows of a field may differ: with another kind or rank a get of both gives a list. With another dtype it raises
+    `SchemaConflict`, but for integers beside floats of one dtype that holds them exactly, which come as these; the log
+    of the put says so once. `strict_schema` refuses such a put (None: as `controller.strict_schema` of the service
+    says).
 
     `dedupe` stores cells of 64 KiB and more that are the same once, within this put and with what was put with `dedupe`
     into the same field of the partition before, by any process (None: as `controller.dedupe` of the service says). They

@@ -235,11 +235,25 @@ def parsed(batch: Batch, parser: Parser | None) -> Batch:
     if parser is not None:
         count = num_rows(batch)
         columns = dict(items_of(batch))
-        parsed = parser(dict(columns))
+        parsed = parser({name: _for_parser(column) for name, column in columns.items()})
+        if not isinstance(parsed, (Mapping, TensorDictBase)):
+            raise BatchMismatch(f"data_parser must return a dict, got {type(parsed).__qualname__}")
         if parsed.keys() != columns.keys() or any(not _fits(column, count) for column in parsed.values()):
             raise BatchMismatch("data_parser must keep the fields and the number of rows")
-        batch = parsed
+        batch = {name: _from_parser(parsed[name], column) for name, column in columns.items()}
     return batch
+
+
+def _for_parser(column: Any) -> Any:
+    """A column as a parser sees it: what is nested, and a stack, is a list of its rows."""
+    is_nested = isinstance(column, torch.Tensor) and column.is_nested
+    return rows_of(column) if is_nested or isinstance(column, NonTensorStack) else column
+
+
+def _from_parser(parsed: Any, column: Any) -> Any:
+    """Rows of a stack stay what they are: a list of numbers would become a tensor."""
+    is_stack = isinstance(column, NonTensorStack) and isinstance(parsed, (list, tuple))
+    return NonTensorStack(*map(NonTensorData, parsed)) if is_stack else parsed
 
 
 def _fits(column: Any, count: int) -> bool:
