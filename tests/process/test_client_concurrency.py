@@ -530,7 +530,7 @@ def test_a_loop_may_end_while_its_connection_is_opened(client: tq.TransferQueueC
 
     freeze(client.session.server_pid)
     try:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             asyncio.run(asked())
     finally:
         os.kill(client.session.server_pid, signal.SIGCONT)

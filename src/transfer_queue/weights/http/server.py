@@ -30,6 +30,7 @@ MAX_BODY_NBYTES = 64 << 20  # metadata of a million tensors; weights go another 
 BODY_TIMEOUT_S = 30.0
 MAX_CALLS = 64
 CALL_TIMEOUT_S = 660.0  # more than the steps' own deadlines, which end them cleanly
+TURNS = 3  # of the event loop, in which it reads the end of a connection that lies behind the body
 Answer: TypeAlias = "dict[str, Any]"
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class _Routes:
 
         async def made(request: Request) -> Answer:
             data = await self._body(request)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
             if await request.is_disconnected():
                 raise bodies.Refusal(DeadlineExceeded("the caller has gone before the call began"))
             return await call(request, data)

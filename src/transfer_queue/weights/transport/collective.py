@@ -8,6 +8,7 @@ why. Every operation has a deadline; after a failed update the next version begi
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -99,8 +100,10 @@ class Group:
     def begin(self, tensor: torch.Tensor, deadline: Deadline) -> None:
         """Start to broadcast from rank 0; `end` waits for it."""
         left_s = deadline.left("the broadcast")
+        options = dist.BroadcastOptions()  # with a tensor alone torch 2.6 takes no time
+        options.rootRank, options.timeout = 0, timedelta(seconds=left_s)
         try:
-            self._works.append((self._live().broadcast(tensor, 0, timedelta(seconds=left_s)), left_s))
+            self._works.append((self._live().broadcast([tensor], options), left_s))
         except RuntimeError as error:
             raise _typed(error) from error
 
@@ -173,6 +176,16 @@ def _typed(error: Exception) -> TransferQueueError:
     return (DeadlineExceeded if "imed out" in text or "timeout" in text.lower() else ServiceUnavailable)(text)
 
 
+def _store_at(host: str, listening: socket.socket, limit: timedelta) -> Any:
+    """torch's store, which listens there. Its newer backend takes no socket that listens in torch 2.6."""
+    port, fd = listening.getsockname()[1], listening.detach()
+    terms: dict[str, Any] = {"is_master": True, "timeout": limit, "wait_for_workers": False, "master_listen_fd": fd}
+    try:
+        return dist.TCPStore(host, port, **terms)
+    except NotImplementedError:
+        return dist.TCPStore(host, port, use_libuv=False, **terms)
+
+
 class CollectiveTrainer(TrainerEngine):
     _can_publish = False  # it sends the weights themselves
     init_form = CollectiveTrainerInfo
@@ -182,10 +195,7 @@ class CollectiveTrainer(TrainerEngine):
         super().__init__(info, client, source)
         limit = timedelta(seconds=info.timeout_s)
         listening, _ = listen_tcp(info.host, info.port)  # a store that makes its own listens on every address
-        port = listening.getsockname()[1]
-        self._store: Any = dist.TCPStore(
-            info.host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self._store: Any = _store_at(info.host, listening, limit)
         self._group: Group | None = None
         self._round = 0
         self._draft: Callable[[], Iterator[torch.Tensor]] | None = None  # gives the buckets that are to be sent
