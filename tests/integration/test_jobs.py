@@ -45,7 +45,6 @@ FAR = {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost,o
 RANKS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512", "WORLD_SIZE": "4", "RANK": "0"}
 # What `init` does of finding and starting, in a process that need not wait for torch.
 LIGHT = """
-import os
 from transfer_queue.launch import choose, job, local
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.wire.address import parse_address
@@ -64,7 +63,7 @@ def attach():
 
 def say():
     service, address, started = attach()
-    os.write(1, f"{address} {started}\\n".encode())  # in one step: ranks share what they write to
+    print(f"{address} {started}\\n", end="", flush=True)  # in one step: ranks share what they write to
     return service
 """
 RANK = f"""{LIGHT}
