@@ -270,23 +270,24 @@ def test_a_commit_that_fails_at_one_replica_fences_it(site: Start) -> None:
     assert set(here.roots().values()) == {expected(2)}
 
 
-def test_a_commit_that_fails_everywhere_is_told_and_made_good(site: Start) -> None:
+def after_a_commit_that_failed_everywhere(site: Start) -> Site:
+    """Version 2 was decided, nobody has committed it, and the only replica was brought to it since."""
     here = site(1)
     here.send(1)
     here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
     with pytest.raises(CommitFailed, match="nobody has committed"):
         here.send(2)
     here.fleet.wait_ready(["a"], 10)
+    return here
+
+
+def test_a_commit_that_fails_everywhere_is_told_and_made_good(site: Start) -> None:
+    here = after_a_commit_that_failed_everywhere(site)
     assert here.servers["a"].root() == expected(2)
 
 
 def test_an_adapter_is_for_the_version_that_was_decided_also_where_no_replica_has_committed_it(site: Start) -> None:
-    here = site(1)
-    here.send(1)
-    here.servers["a"].faults["finish_weight_update"] = CommitFailed("copying failed")
-    with pytest.raises(CommitFailed, match="nobody has committed"):
-        here.send(2)
-    here.fleet.wait_ready(["a"], 10)
+    here = after_a_commit_that_failed_everywhere(site)
     assert here.trainer is not None
     here.trainer.send_adapter("a", StateDictSource({"x": torch.ones(2)}), {}, deadline_s=10)
     installed = here.servers["a"].receiver.installed()
