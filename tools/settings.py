@@ -95,6 +95,7 @@ KINDS = {
     "server.durability": Kind("none, process, machine or null"),
     "server.journal_dir": Kind("text or null", "directory"),
     "server.away_s": Kind("number above 0, or null", "seconds"),
+    "server.spin_us": Kind("whole number from 0", "microseconds"),
     "server.notice_after_s": Kind("list of numbers above 0", "seconds"),
     "server.token_file": Kind("text or null", "file", "TQ_TOKEN, TQ_TOKEN_FILE"),
     "server.unit_token_file": Kind("text or null", "file", "TQ_UNIT_TOKEN, TQ_UNIT_TOKEN_FILE"),

@@ -258,6 +258,7 @@ def server_config(conf: Any, run_dir: str, owner_pid: int) -> ServerConfig:
         journal_dir=journal_dir,
         **_backend(conf, engine),
         away_s=_away_s(conf.server.away_s, journal_dir is not None),
+        spin_s=(_number(conf.server.spin_us, "server.spin_us", 0) or 0) / 1e6,
         notice_after_s=_times(conf.server.notice_after_s, "server.notice_after_s"),
         staleness=_staleness(conf.controller.staleness),
         max_deliver=_number(conf.controller.max_deliver, "controller.max_deliver", 1),

@@ -183,6 +183,7 @@ def test_disk_offload_of_the_other_package_is_spilling(tmp_path: Path) -> None:
         ("metrics.port", 65536), ("metrics.port", "9123"), ("metrics.port", None), ("metrics.port", True),
         ("server.port", 70_000), ("controller.polling_mode", "false"), ("client.allow_pickle", "no"),
         ("client.timeout_s", "soon"), ("client.timeout_s", 0), ("client.copy_threads", 1.5), ("client.spin_us", -1),
+        ("server.spin_us", -1), ("server.spin_us", "never"),
         ("client.pool_nbytes", "1G"), ("backend.SimpleStorage.total_storage_size", "many"),
         ("backend.SimpleStorage.budget_nbytes", 0), ("backend.SimpleStorage.trim_after_s", -1),
     ],

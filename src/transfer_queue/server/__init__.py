@@ -21,6 +21,7 @@
     listening           the sockets that a server is reached at
     home                a server's directory
     turns               whose long request is next
+    spinner             looks for the next request before the server sleeps
     event_clock         the time of events, and that nobody looked at it for long
     fd_server           hands out arena descriptors on a unix socket
     bulk_writer         large answers to other hosts, from threads

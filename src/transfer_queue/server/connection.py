@@ -31,6 +31,7 @@ from transfer_queue.server.connection_limit import ConnectionLimit
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.service import Service
 from transfer_queue.server.sessions import ServerSession
+from transfer_queue.server.spinner import Spinner
 from transfer_queue.server.turns import LONG, Turns
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
@@ -56,6 +57,7 @@ class Listener(Protocol):
 
     connection_limit: ConnectionLimit[ServerConnection]
     turns: Turns
+    spinner: Spinner
     service: Service
     scratch: memoryview
     journal: DiskJournal | None
@@ -141,6 +143,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._reader.keep()
         if changed:  # for others, too
             self._server.deliver()
+            self._server.spinner.handled()
 
     def take_turn(self) -> None:
         """Handle the long request that waited for its turn, and what came after it."""

@@ -47,6 +47,7 @@ from transfer_queue.server.settings import (
     clear_run_dir,
     spill_of,
 )
+from transfer_queue.server.spinner import Spinner
 from transfer_queue.server.standby.keeper import END_SIGNALS, StandbyKeeper
 from transfer_queue.server.standby.recording import Recorder, RecordingController, RecordingUnit, recording_parts
 from transfer_queue.server.standby.returning import ReturningSessions
@@ -86,6 +87,7 @@ class Server:
             raise_descriptor_limit() - SPARE_DESCRIPTORS
         )
         self.turns = Turns()
+        self.spinner = Spinner(config.spin_s)
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
         self.recorder = Recorder()
         self.role = self._joined() if config.join else self._leading()
@@ -343,7 +345,7 @@ class Server:
         self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics, self.arenas))
         self._due.clear()
         self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
-        self.turns = Turns()
+        self.turns, self.spinner = Turns(), Spinner(self.config.spin_s)
         self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
         self._clock.next_look = math.inf

@@ -123,8 +123,8 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     transport: how those of arenas travel between hosts, its `name` and `settings` (empty: over our connections, or as
     the controller of `join` says). backend_required: do not start where that does not work; else do without.
     journal_dir: its directory (None: there is no journal). away_s: for how long the controller waits for the rows of
-    this unit when it is away. life: a descriptor that stays open as long as the server or
-    its standby lives (-1: none).
+    this unit when it is away. spin_s: how long it looks for the next request before it sleeps. life: a descriptor that
+    stays open as long as the server or its standby lives (-1: none).
     """
 
     run_dir: str
@@ -156,6 +156,7 @@ class ServerConfig(msgspec.Struct, kw_only=True):
     durability: Durability = "none"
     journal_dir: str | None = None
     away_s: float = AWAY_S
+    spin_s: float = 0.0
     engine: str = ""
     engine_settings: dict[str, Any] = {}
     transport: dict[str, Any] = {}
