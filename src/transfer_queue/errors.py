@@ -64,7 +64,9 @@ a condition named here, the class here derives from RuntimeError as well.
 from __future__ import annotations
 
 import copy
+import logging
 import traceback
+from collections.abc import Callable
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -444,3 +446,11 @@ def emptied(error: E) -> E:
             traceback.clear_frames(found.__traceback__)
             found = found.__cause__ or found.__context__
     return error
+
+
+def attempt(what: str, call: Callable[[], object], log: logging.Logger) -> None:
+    """Make a call that must not end its caller's work, whatever is raised in it: that is logged."""
+    try:
+        call()
+    except Exception:
+        log.exception("%s failed", what)

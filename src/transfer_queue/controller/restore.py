@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Hashable
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -25,17 +25,14 @@ from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import (
     CheckpointCorrupt,
     DataLost,
-    InternalError,
     InvalidInput,
     StoreFull,
-    TransferQueueError,
 )
 from transfer_queue.groups import PoolCore
 from transfer_queue.groups.consistency import is_consistent
 from transfer_queue.sampler.base import BaseSampler
 from transfer_queue.wire import messages as m
-
-log = logging.getLogger("transfer_queue.controller")
+from transfer_queue.wire.defects import answered
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -116,19 +113,18 @@ class StateLoader:
         if not self._loads:
             return
         load = self._loads[0]
+        reply = answered(load.rid, "Restore", partial(self._advance, load))
+        if reply is not None:
+            self._loads.popleft()
+            self._state.outbox.append((load.ticket, reply))
+
+    def _advance(self, load: Load) -> m.Reply | None:
         try:
             next(load.steps)
-            return
         except StopIteration:
-            reply: m.Reply = m.Done(load.rid)
             self._take_over()
-        except TransferQueueError as error:
-            reply = m.Failed(load.rid, error.code, str(error))
-        except Exception:
-            log.exception("Restore failed")
-            reply = m.Failed(load.rid, InternalError.code, "Restore failed; see the server's log")
-        self._loads.popleft()
-        self._state.outbox.append((load.ticket, reply))
+            return m.Done(load.rid)
+        return None
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: their loads change nothing."""

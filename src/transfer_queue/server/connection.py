@@ -12,12 +12,12 @@ import logging
 import os
 import time
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Protocol, cast
 
 from transfer_queue.errors import (
     Aborted,
     AccessDenied,
-    InternalError,
     InvalidInput,
     ProtocolError,
     ServiceRestarted,
@@ -36,6 +36,7 @@ from transfer_queue.server.turns import LONG, Turns
 from transfer_queue.wire import handshake
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import tune
+from transfer_queue.wire.defects import answered
 from transfer_queue.wire.framing import MAX_HEADER_NBYTES, FrameReader, frame
 from transfer_queue.wire.peer import peer
 
@@ -317,28 +318,25 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._send(m.Failed(message.rid, InvalidInput.code, text))
                 return
         ticket = (self, message.rid)
-        try:
-            for_units = type(message) in UNIT_REQUESTS
-            if for_units != self._is_unit():
-                needed = "not for units" if self._is_unit() else "for units alone, who know the unit token"
-                answer: Answer | None = (
-                    m.Failed(message.rid, AccessDenied.code, f"{type(message).__name__}: {needed}"),
-                    (),
-                )
-            elif for_units:
-                answer = (self._of_unit(message), ())
-            else:
-                answer = self._server.service.handle(message, payload, session, ticket, self._server.now())
-        except Exception:
-            log.exception("%s failed", type(message).__name__)
-            answer = (
-                m.Failed(message.rid, InternalError.code, f"{type(message).__name__} failed; see the server's log"),
-                (),
-            )
+        answer = answered(
+            message.rid, type(message).__name__, partial(self._handled, message, payload, session, ticket)
+        )
         if answer is None:
             self._tickets.add(ticket)
         else:
+            answer = (answer, ()) if isinstance(answer, m.Failed) else answer
             self._answer_when_kept(answer, type(message) in LASTING and (type(message) is not m.Find or message.create))
+
+    def _handled(
+        self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable
+    ) -> Answer | None:
+        for_units = type(message) in UNIT_REQUESTS
+        if for_units != self._is_unit():
+            needed = "not for units" if self._is_unit() else "for units alone, who know the unit token"
+            raise AccessDenied(f"{type(message).__name__}: {needed}")
+        if for_units:
+            return self._of_unit(message), ()
+        return self._server.service.handle(message, payload, session, ticket, self._server.now())
 
     def _answer_when_kept(self, answer: Answer, waits: bool) -> None:
         """Answer, once what it says lasts as long as was promised; at once where nothing that lasts was asked for, or

@@ -2,6 +2,7 @@
 
     messages              every request and reply
     framing               cuts a byte stream into frames, and receives payload straight into its destination
+    defects               errors that nobody foresaw while a request was handled
     handshake             both sides prove that they know the token
     reception             the end that is called carries it out over a blocking socket
     visitors              those who connect to such a socket, each in a thread of its own

@@ -6,26 +6,27 @@ trainer (`workers.worker`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from transfer_queue.errors import NotInitialized
+from transfer_queue.errors import NotInitialized, attempt
 from transfer_queue.integrations.sglang.model import ServedModel
 from transfer_queue.integrations.sglang.payload import WorkerCall, from_tensor
 from transfer_queue.integrations.workers.headers import Headers, checkpoint_of
-from transfer_queue.integrations.workers.lane import attempt
 from transfer_queue.integrations.workers.ranks import Ranks
 from transfer_queue.integrations.workers.reloading import ReloadTarget
 from transfer_queue.integrations.workers.worker import SilentWorker
 
+log = logging.getLogger("transfer_queue.weights")
 _PLACE = "_transfer_queue_worker"  # where a model keeps its worker, so that the two end together
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Do the call that the tensor is. Nothing is loaded but by `finish`."""
-    attempt("a call of the trainer's", lambda: _do(model, from_tensor(next(iter(named_tensors))[1])))
+    attempt("a call of the trainer's", lambda: _do(model, from_tensor(next(iter(named_tensors))[1])), log)
 
 
 def _do(model: torch.nn.Module, call: WorkerCall) -> None:

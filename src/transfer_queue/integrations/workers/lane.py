@@ -9,24 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from transfer_queue.errors import attempt
+
 log = logging.getLogger("transfer_queue.weights")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def attempt(what: str, call: Callable[[], object]) -> None:
-    """What raises in a worker puts it out of step with the others, or ends it: it is only logged."""
-    try:
-        call()
-    except Exception:
-        log.exception("%s failed", what)
-
-
 def silent(method: Method) -> Method:
-    """Nothing leaves it."""
+    """Nothing leaves it: what raises in a worker puts it out of step with the others, or ends it."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **more: Any) -> None:
-        attempt(method.__name__, lambda: method(self, *args, **more))
+        attempt(method.__name__, lambda: method(self, *args, **more), log)
 
     return call  # type: ignore[return-value]
 
@@ -72,7 +66,7 @@ class Lane:
                     self._changed.notify_all()
                     return
                 call = self._calls.popleft()
-            attempt("a call of the weights' lane", call)
+            attempt("a call of the weights' lane", call, log)
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()

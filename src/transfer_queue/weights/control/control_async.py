@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from transfer_queue.background_call import LEAVE_S, BackgroundCall
 from transfer_queue.errors import InternalError, ServiceUnavailable
 from transfer_queue.weights.control.control import Control, UpdateInfo
 from transfer_queue.weights.receive.checker import Comparison
@@ -88,33 +89,26 @@ class AsyncControl:
     async def _run(self, call: Callable[[], T]) -> T:
         if not self._free.acquire(blocking=False):
             raise ServiceUnavailable(f"{NUM_THREADS} calls are running: try again")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
 
-        def work(done: asyncio.Future[T]) -> None:
-            result: T | None = None
-            failed: Exception | None = None
+        def work() -> T:
             try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001  it is the caller's, who waits in the loop; others end the loop
-                failed = error if isinstance(error, Exception) else InternalError(f"the call ended with {error!r}")
+                return call()
             finally:
                 self._free.release()
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(_settle, done, result, failed)
-            del done, failed  # the traceback has this frame: with them all would stay until a collection
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(over.set)
 
-        threading.Thread(target=work, args=(done,), name="tq-control", daemon=True).start()
         try:
-            return await done
-        finally:
-            del done
-
-
-def _settle(done: asyncio.Future[Any], result: Any, failed: Exception | None) -> None:
-    if done.cancelled():
-        return
-    if failed is None:
-        done.set_result(result)
-    else:
-        done.set_exception(failed)
+            made = BackgroundCall("tq-control", work)
+        except RuntimeError:  # there is no thread to be had
+            self._free.release()
+            raise
+        await over.wait()
+        made.ended(LEAVE_S)
+        try:
+            return made.outcome()
+        except Exception:
+            raise
+        except BaseException as error:  # it is not the loop's, which it would end
+            raise InternalError(f"the call ended with {error!r}") from error

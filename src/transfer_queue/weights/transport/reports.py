@@ -5,14 +5,13 @@ A silent worker answers at once, whatever happens. Only a report says that it ha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, error_from_code
+from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, attempt, error_from_code
 from transfer_queue.weights.transport.deadline import Deadline, TimedCalls
 from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
@@ -127,8 +126,7 @@ def shown_label(client: Any, before: str) -> str:
 def relabel(client: Any, label: str) -> None:
     """Silent workers took the label of a version and may not have taken its weights."""
     if has(client, "update_weight_version"):
-        with contextlib.suppress(Exception):
-            client.update_weight_version(label)
+        attempt("taking back a label", lambda: client.update_weight_version(label), log)
 
 
 def take_back_label(
