@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch._subclasses import FakeTensorMode
 from torch.nested._internal.nested_int import NestedIntNode
 from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -124,3 +125,22 @@ def test_an_interrupt_inside_torch_stays_an_interrupt(monkeypatch: pytest.Monkey
     monkeypatch.setattr(NestedIntNode, "is_int", interrupted)
     with pytest.raises(KeyboardInterrupt):
         nested.jagged(values, offsets, 1)
+
+
+def test_lengths_that_tensors_share_are_of_no_mode_of_who_asked_first() -> None:
+    nested._length.cache_clear()
+    with torch.inference_mode():
+        inferred = Offsets.uniform(2, 901).lengths["max_seqlen"]
+    with FakeTensorMode():
+        fake = nested._length(902)
+    assert not inferred.is_inference()
+    assert type(fake) is torch.Tensor
+    assert inferred is Offsets.uniform(5, 901).lengths["max_seqlen"]
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_offsets_of_equal_rows(length: int) -> None:
+    offsets = Offsets.uniform(2, length)
+    assert offsets.marks.dtype == torch.int64
+    assert offsets.marks.tolist() == [0, length, 2 * length]
+    assert [offsets.lengths[name].shape for name in ("min_seqlen", "max_seqlen")] == [(length, 0), (length, 0)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor, get_tensor_symint
+from torch.utils._python_dispatch import _disable_current_modes
 
 from transfer_queue.memory.bytes import Ints
 
@@ -24,11 +25,9 @@ class Offsets:
     def __init__(self, marks: torch.Tensor, shortest: int, longest: int) -> None:
         self.marks = marks
         self.count = len(marks) - 1
+        self._size: Any = None
         self._steps: dict[int, Any] = {}
-        extremes = {"min_seqlen": shortest, "max_seqlen": longest}
-        self.lengths = {name: torch.empty(length, 0, device="cpu") for name, length in extremes.items()}
-        for length in self.lengths.values():
-            length._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]
+        self.lengths = {"min_seqlen": _length(shortest), "max_seqlen": _length(longest)}
 
     @classmethod
     def of(cls, marks: Ints) -> Offsets:
@@ -37,9 +36,7 @@ class Offsets:
 
     @classmethod
     def uniform(cls, count: int, length: int) -> Offsets:
-        if not length:
-            return cls(torch.zeros(count + 1, dtype=torch.int64, device="cpu"), 0, 0)
-        return cls(torch.arange(0, (count + 1) * length, length, device="cpu"), length, length)
+        return cls(torch.from_numpy(np.arange(count + 1, dtype=np.int64) * length), length, length)
 
     @classmethod
     def elsewhere(cls, rows: Any, device: torch.device) -> Offsets:
@@ -47,13 +44,15 @@ class Offsets:
         found = cls.__new__(cls)
         found.marks = rows._offsets.to(device)
         found.count = len(found.marks) - 1
-        found._steps, found.lengths = {}, dict(rows._metadata_cache)
+        found._size, found._steps, found.lengths = None, {}, dict(rows._metadata_cache)
         return found
 
-    @cached_property
+    @property
     def size(self) -> Any:
         """What torch calls the size of the dimension that differs; equal for tensors of these offsets only."""
-        return get_tensor_symint(self.marks, coeff=1)
+        if self._size is None:  # not a `cached_property`, whose lock costs a microsecond up to Python 3.11
+            self._size = get_tensor_symint(self.marks, coeff=1)
+        return self._size
 
     def step(self, stride: int) -> Any:
         """`size * stride`, which takes torch 4 microseconds."""
@@ -61,6 +60,16 @@ class Offsets:
         if found is None:
             found = self._steps[stride] = self.size * stride
         return found
+
+
+@lru_cache(maxsize=4096)
+def _length(length: int) -> torch.Tensor:
+    """What torch keeps a length as. Nobody writes to it, and it has no memory: tensors share it. So it is made outside
+    of the modes of whoever asks first (inference, fake tensors)."""
+    with torch.inference_mode(False), _disable_current_modes():
+        found = torch.empty(length, 0, device="cpu")
+    found._dynamo_propagated_dynamic_indices = {0}  # type: ignore[attr-defined]
+    return found
 
 
 class JaggedRows(NestedTensor):
