@@ -342,3 +342,23 @@ def test_a_store_that_does_not_answer_keeps_no_rank_beyond_its_time(rank: int, m
     finally:
         thawed.set()
         until(lambda: not any(one.name == "tq-weights-call" for one in threading.enumerate()), "the end of its thread")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_that_gave_up_before_rank_0_did_meets_it_at_its_next_call(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store: Any = torch.distributed.HashStore()
+    monkeypatch.setattr(group_meeting, "check_group", lambda *_: None)
+    monkeypatch.setattr(group_meeting, "_group_store", lambda: store)
+    with pytest.raises(DeadlineExceeded):
+        GroupMeeting(1, 2).find(0.01)
+    leading, fault = GroupMeeting(0, 2), DeadlineExceeded("the servers do not answer")
+    if waits:
+        with pytest.raises(DeadlineExceeded, match="rank 1 did not come"):
+            leading.tell(MeetingPlace("a life before"), Deadline(0.01))
+    leading.tell_fault(fault)
+    call = BackgroundCall("tq-test", lambda: GroupMeeting(1, 2).find(ROOM_S))
+    GroupMeeting(0, 2).tell(MeetingPlace("here"), Deadline(ROOM_S))
+    assert call.ended(ROOM_S)
+    assert call.outcome().address == "here"

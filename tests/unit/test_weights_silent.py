@@ -288,6 +288,34 @@ def test_a_replica_that_was_started_anew_holds_up_nobody_and_has_the_next_versio
     trainer.shutdown()
 
 
+@pytest.mark.parametrize("call", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_a_fleet_whose_server_did_a_call_and_answered_too_late_has_the_next_version(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_in_place(monkeypatch)
+    server: Any = Server(tmp_path, "tcp")
+    fleet = Fleet({"a": server}, heartbeat_s=60.0, fence=None)
+    given = weights(2.0)
+    trainer = registry.trainer("tcp").trainer_init({}, client=fleet, source=StateDictSource(given))
+    trainer.send_weights(deadline_s=SEND_S)
+    real = getattr(server, call)
+
+    def late(*args: Any) -> None:
+        delattr(server, call)
+        real(*args)
+        raise DeadlineExceeded("its answer came too late")
+
+    setattr(server, call, late)
+    with pytest.raises(DeadlineExceeded):
+        trainer.send_weights(deadline_s=SEND_S)
+    given["linear.bias"].fill_(4.0)
+    trainer.send_weights(deadline_s=SEND_S)
+    assert server.bias == 4.0
+    fleet.close()
+    server.weight_transfer_engine.shutdown()
+    trainer.shutdown()
+
+
 @pytest.mark.parametrize("has_ended", [True, False])
 def test_a_fleet_that_brings_a_version_to_a_server_hears_when_it_has_ended_or_was_started_anew(
     has_ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

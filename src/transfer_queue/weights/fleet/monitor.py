@@ -102,7 +102,7 @@ class ReplicaMonitor:
                 fleet.admit(one, one.ask(fleet.publisher, Deadline(min(PROBE_TIMEOUT_S, fleet.call_timeout_s))))
             elif newest is not None:
                 self._catch_up(newest, infos)
-            elif fleet.publisher is not None and not one.met:
+            elif fleet.publisher is not None and not one.is_met:
                 self._meet()
                 fleet.fence(one, "no version was sent yet")
         except TransferQueueError as error:

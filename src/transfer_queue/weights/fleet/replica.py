@@ -113,7 +113,7 @@ class Replica:
         self.reason = "it has joined just now"
         self.left = False
         self.paused_by_us = False
-        self.met = False  # the trainer's transport
+        self._met = False  # the trainer's transport
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
@@ -177,6 +177,12 @@ class Replica:
     # calls
 
     @property
+    def is_met(self) -> bool:
+        """Whether it may be told to start an update as it is. Not where a call has left open whether one is open there:
+        silent workers refuse a second one, which puts them out of step, and a `meet` ends the first."""
+        return self._met and (not self.silent or self._session is False)
+
+    @property
     def is_waited_for(self) -> bool:
         """An earlier call is not over: it may have been frozen. Nothing else is asked until then."""
         return self._call is not None and not self._call.ended(0.0)
@@ -216,7 +222,7 @@ class Replica:
     ) -> Serving:
         """Introduce the trainer (`init_info`: as it does itself just now), which ends what is open there. Returns what
         the server serves."""
-        self.met = False
+        self._met = False
         if publisher is None:
             raise NotInitialized("the fleet has no trainer yet")
         try:
@@ -234,7 +240,7 @@ class Replica:
         publisher.reports.hear(self.name, None, "", self.silent, deadline)
         self._session = False
         found = self.ask(publisher, deadline)
-        self.met = True
+        self._met = True
         return found
 
     def hear(
@@ -321,9 +327,8 @@ class Replica:
     def call_off(self, deadline: Deadline) -> None:
         """End the update that is open there, if it is ours. vLLM's session ends with a finish only, after an abort ours
         do nothing in it, and it refuses both when none is open, which puts its workers out of step: when that is not
-        known, the next `meet` ends it."""
+        known, the next `meet` ends it (`is_met`)."""
         if self.silent and self._session is not True:
-            self.met = self.met and self._session is False
             return
         try:
             if self.silent:

@@ -93,7 +93,7 @@ class Round:
         """A server that was started anew, or has an update open that somebody left, is met again first. One that has
         not ended a call of an update before has the same time for it."""
         one.settle(deadline)
-        if not one.met or not one.has_what_was_brought(deadline):
+        if not one.is_met or not one.has_what_was_brought(deadline):
             self._meet(one, deadline)
         try:
             one.call("start_weight_update", deadline=deadline)

@@ -220,9 +220,13 @@ class CollectiveTrainer(TrainerEngine):
         asked.result(deadline, "init_weight_transfer_engine")
         self._group = joined.result(deadline, "the rendezvous")
 
+    def _ready(self, draft: PendingVersion, deadline: Deadline) -> None:
+        """A group that was given up forms anew: after an update that failed, and where receivers refused a difference,
+        which is sent whole."""
+        self._estranged |= self._group is None
+        super()._ready(draft, deadline)
+
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
-        if self._group is None:
-            self._meet(deadline)
         if draft.keeps:
             return self._publish_cells(draft)
         source = Once(draft.source)  # digests leave before the bytes do, and those from another thread

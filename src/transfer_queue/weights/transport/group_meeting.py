@@ -62,6 +62,7 @@ class GroupMeeting:
         self._rank = rank
         self._store = _group_store()
         self._untold = list(range(1, world))
+        self._gave_up = set[int]()  # ranks that came, and did not wait until they were answered
         self._is_over = threading.Event()  # nobody waits for the store any more
 
     # rank 0
@@ -85,8 +86,8 @@ class GroupMeeting:
                 self._await(self._untold[0], deadline)
 
     def tell_fault(self, error: BaseException) -> None:
-        """Have those that were told nothing raise what ended rank 0, also if they come later. Does not wait for
-        them."""
+        """Have those that were told nothing raise what ended rank 0, also if they come later; those that gave up know
+        that they have not met, and come to the next meeting. Does not wait for them."""
         typed = as_typed(error) if isinstance(error, Exception) else Aborted("rank 0 was interrupted")
         text = MeetingPlace(fault=RankFault.of(typed)).text
         with suppress(TransferQueueError), _torch_faults():  # the fault that led here is the one to raise
@@ -97,7 +98,7 @@ class GroupMeeting:
 
     def _answer_all(self, text: str) -> None:
         for rank in self._untold:
-            while not self._answer(rank, text):
+            while (self._waits(rank) or rank not in self._gave_up) and not self._answer(rank, text):
                 pass
 
     def _await(self, rank: int, deadline: Deadline) -> None:
@@ -109,13 +110,16 @@ class GroupMeeting:
         while (number := self._store.add(f"{rank}/answered", 0) + 1) <= self._store.add(f"{rank}/calls", 0):
             if not self._store.check([f"{rank}/{number}"]):
                 return True
+            self._gave_up.add(rank)
             self._store.add(f"{rank}/answered", 1)
         return False
 
     def _answer(self, rank: int, text: str) -> bool:
         """Whether its next call has this answer now, and was not given up before."""
         number = self._store.add(f"{rank}/answered", 1)
-        return bool(self._store.compare_set(f"{rank}/{number}", "", text).decode() == text)
+        is_told = bool(self._store.compare_set(f"{rank}/{number}", "", text).decode() == text)
+        self._gave_up |= set() if is_told else {rank}
+        return is_told
 
     # the others
 
