@@ -37,7 +37,7 @@ from transfer_queue.controller.group_reports import (
     tell_rows,
 )
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
-from transfer_queue.controller.group_waits import place_of, wanted
+from transfer_queue.controller.group_waits import place_of, unlike_asked, wanted
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
@@ -48,7 +48,7 @@ from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, TransferQueueError
 from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
-from transfer_queue.groups.again import resume, unlike_before
+from transfer_queue.groups.again import resume
 from transfer_queue.groups.shortfall import needed
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
@@ -295,9 +295,8 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
-        if isinstance(message, m.SelectGroups) and (pool := self.pools[message.partition]).num_due:
-            names = unlike_before(pool, needed(pool, message.least), message.most)
-            self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, names))
+        if unlike := unlike_asked(message, self.pools[message.partition]):
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, unlike))
         place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
         if reply is not None and self._lets_in(message):
@@ -397,11 +396,14 @@ class GroupPools:
 
     def _answer_all(self, partition: str) -> bool:
         """Answer whom it can. Whether that lets in others, who were asked before."""
-        lets_in = False
+        lets_in, unlike = False, list[str]()
 
         def answer(parked: Waiter[Any]) -> bool:
             nonlocal lets_in
             try:
+                if found := unlike_asked(parked.message, self.pools[partition]):
+                    unlike.extend(found)
+                    return False
                 reply = self._attempt(parked)
             except TransferQueueError as error:
                 reply = m.Failed(parked.message.rid, error.code, str(error))
@@ -413,12 +415,14 @@ class GroupPools:
             return True
 
         self._lines.serve(partition, answer)
+        groups = self.pools[partition].groups  # where somebody may have them by now
+        if left := [name for name in dict.fromkeys(unlike) if name in groups and groups[name].state == "due"]:
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, partition, left))
         return lets_in
 
     def _lets_in(self, message: Any) -> bool:
         """Whether the answer to this lets producers go on: a policy may have a rate of samples for each insert."""
-        rate = self.pools[message.partition].policy.samples_per_insert
-        return isinstance(message, m.SelectGroups) and rate is not None
+        return isinstance(message, m.SelectGroups) and self.pools[message.partition].rate.per_insert is not None
 
     def _clear_rows(self, partition: str, rows: list[int]) -> None:
         if rows and partition in self._tables:

@@ -258,9 +258,9 @@ class PoolCore:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Where more groups are there than the policy keeps, the oldest goes; when it comes back, if it is lent."""
+        """Where more groups are there than the policy keeps, the oldest go; when they come back, if they are held."""
         capacity = math.inf if self.policy.capacity is None else self.policy.capacity
-        if self.num_sealed + self.num_held - self._num_surplus > capacity:
+        while self.num_sealed + self.num_held - self._num_surplus > capacity:
             kept = (group for group in self.groups.values() if group.state != "open" and not group.is_surplus)
             oldest = next(kept)
             if oldest.is_held:
@@ -585,4 +585,4 @@ class PoolCore:
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
             self.work.add(group)
-        self.release(list(self.groups))
+        self.release([group.name for group in self.groups.values() if group.state == "lent"])

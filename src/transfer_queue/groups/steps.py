@@ -55,7 +55,7 @@ class GroupSteps:
         """A group is used up. Returns the rows that nobody needs any more."""
         if not self._used:
             return group.rows if clears else []
-        group.is_again = False
+        group.is_again = group.is_surplus = False
         used = UsedGroup(group, clears)
         self._used[self._last].append(used)
         self._own(used)
