@@ -154,7 +154,7 @@ def test_a_pool_is_removed_once_all_of_it_is_used() -> None:
     box.ask(m.RemovePool, False)
     assert box.rows() == rows, "used rows stay"
     groups = box.controller.state.groups
-    assert (groups.pools, groups._holdings[b"worker"].attempts, groups.consumed_at) == ({}, {}, {})
+    assert (groups.pools, groups._holdings[b"worker"].attempts, groups.uses.at) == ({}, {}, {})
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.report()
 

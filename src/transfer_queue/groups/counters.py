@@ -24,6 +24,11 @@ class SourceCounters(msgspec.Struct):
     oldest: int = 0
     discarded_tokens: int = 0
 
+    @property
+    def num_live(self) -> int:
+        """Groups that have not ended."""
+        return self.opened - self.consumed - self.evicted
+
     def evict(self, reasons: list[str], tokens: int) -> None:
         self.evicted += 1
         self.discarded_tokens += tokens

@@ -59,6 +59,11 @@ class PoolCore:
     def source(self, name: str) -> SourceCounters:
         return self.state.sources.setdefault(name, SourceCounters())
 
+    def has_groups_of(self, source: str) -> bool:
+        """Whether some of this source have not ended."""
+        known = self.state.sources.get(source)
+        return known is not None and known.num_live > 0
+
     def group(self, name: str) -> SiblingGroup:
         """Raises `GroupEnded`, and `InvalidInput` for one that nobody opened."""
         group = self.groups.get(name)
