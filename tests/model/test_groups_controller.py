@@ -541,7 +541,7 @@ def test_a_source_whose_groups_have_no_turn_while_others_do_is_told_of_once(capl
         warned.append(len(caplog.messages))
     assert warned == [0, 0, 1, 1, 1]
     assert caplog.messages == [
-        "the pool of 'p' used no group of source 'math' for 300 s, but those of others: it has 1 that have not ended"
+        "the pool of 'p' used no group of source 'math' for 300 s, but those of others: 1 have not ended"
     ]
 
 

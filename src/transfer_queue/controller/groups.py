@@ -221,7 +221,7 @@ class GroupPools:
 
     def finish(self, partition: str, results: SortedResults, rows: Slots) -> None:
         """Attempts have their results, and these rows, which are new."""
-        enter(self._pool(partition), results.news, rows)
+        enter(self._pool(partition), results, rows)
         self._changed(partition)
 
     def _change(self, change: Callable[[PoolCore, Any], None], message: Any) -> m.Reply:

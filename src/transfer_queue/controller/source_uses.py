@@ -1,4 +1,4 @@
-"""When groups of each data source were used last. A source whose groups nobody uses, while others have turns, is told of
+"""When groups of each data source were used last. A source whose groups nobody uses, while others have turns, is named
 in the log."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ log = logging.getLogger("transfer_queue.groups")
 
 
 class SourceUses:
-    """`at`: when a group of a source, by partition, was used last, or the first of those that it has was opened. What is
-    recovered has no time. `now`: the time of the event that is handled."""
+    """`at`: when a group of a source, by partition, was used last, or the first of those that it has was opened. What
+    is recovered has no time. `now`: the time of the event that is handled."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.at: dict[tuple[str, str], float] = {}
@@ -27,7 +27,7 @@ class SourceUses:
             self.at[partition, source] = self._now()
 
     def used(self, partition: str, sources: Collection[str], pool: PoolCore, warn_after_s: float) -> None:
-        """Groups of these sources were used. Others that have some, and had no turn for so long, are told of once."""
+        """Groups of these sources were used. Others that have some, and had no turn for so long, are named once."""
         now = self._now()
         if now == NO_TIME:
             return
@@ -39,8 +39,8 @@ class SourceUses:
             if now - since >= warn_after_s and counters.num_live and place not in self._told:
                 self._told.add(place)
                 log.warning(
-                    "the pool of %r used no group of source %r for %.0f s, but those of others: it has %d that have not "
-                    "ended", partition, source, now - since, counters.num_live,
+                    "the pool of %r used no group of source %r for %.0f s, but those of others: %d have not ended",
+                    partition, source, now - since, counters.num_live,
                 )  # fmt: skip
 
     def of(self, partition: str, pool: PoolCore) -> dict[str, float | None]:

@@ -236,6 +236,13 @@ class PoolCore:
                 raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
         return group.check(slot, attempt, result)
 
+    def waste(self, name: str, tokens: int) -> None:
+        """A result of so many tokens came too late for a group, which may have ended."""
+        group = self.groups.get(name)
+        source = self.state.sources_of.get(name) if group is None else group.source
+        if source is not None:
+            self.source(source).discarded_tokens += tokens
+
     def fail(self, name: str, slot: int, attempt: int, kind: str) -> None:
         """An attempt has failed: its slot is to be tried again, or the group goes on without it, or is given up."""
         group = self.groups.get(name)
@@ -343,7 +350,7 @@ class PoolCore:
         if group.state != "open" and reasons != ["surplus"]:
             self._settle(group)
         self._forget_rows(group.rows)
-        self.state.remember(group.name, "evicted")
+        self.state.remember(group.name, "evicted", group.source)
 
     def _shrinks(self, group: SiblingGroup) -> bool:
         return self.policy.shortfall == "shrink" and group.target is not None and group.target >= self.version
@@ -544,7 +551,7 @@ class PoolCore:
             self._settle(group)
             self._disown(group.rows)
             self.discarded += self.steps.use_up(group, clears)
-            self.state.remember(name, "consumed")
+            self.state.remember(name, "consumed", group.source)
 
     # steps
 
@@ -555,7 +562,7 @@ class PoolCore:
     def revive(self, groups: Iterable[SiblingGroup]) -> None:
         """These, which were used up, are due."""
         for group in groups:
-            self.state.fates.pop(group.name, None)
+            self.state.forget(group.name)
             self.groups[group.name] = group
             self.owners.update(dict.fromkeys(group.rows, group.name))
             self.source(group.source).unconsume(group.unused_tokens)
