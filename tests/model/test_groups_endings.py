@@ -224,3 +224,16 @@ def test_who_waits_for_more_groups_than_a_batch_had_gets_them_when_a_trainer_goe
     box.select(2, 2, 60.0, asker="waits")
     box.ask(m.ResumePool, 0)
     assert names(box.told()["waits"]) == ["a", "b"]
+
+
+def test_who_waits_for_fields_gets_the_next_batch_that_is_due_when_another_took_the_one_before() -> None:
+    box = GroupBox()
+    for name in "abc":
+        box.put(box.made(name), ["z"] if name == "b" else ["a"])
+    box.ask(m.MarkPool, 0)
+    for _ in "abc":
+        box.ask(m.AckGroups, box.select(1, 1).lease, None, False)
+    box.ask(m.ResumePool, 0)
+    assert box.select(1, 1, 60.0, fields=["z"], asker="waits") is None
+    assert names(box.select(1, 1)) == ["a"]
+    assert names(box.told()["waits"]) == ["b"]

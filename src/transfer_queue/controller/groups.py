@@ -295,7 +295,7 @@ class GroupPools:
             self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, unlike))
         place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
-        if reply is not None and self._lets_in(message):
+        if reply is not None and self._lets_in(message.partition, reply):
             self._changed(message.partition)
         if reply is None and message.timeout_s <= 0:
             raise DeadlineExceeded(too_late(message, "", self.reason))
@@ -407,7 +407,7 @@ class GroupPools:
                 return False
             self.parked.remove(parked)
             self._outbox.append((parked.ticket, reply))
-            lets_in |= self._lets_in(parked.message)
+            lets_in |= self._lets_in(partition, reply)
             return True
 
         self._lines.serve(partition, answer)
@@ -416,9 +416,13 @@ class GroupPools:
             self.rules[m.UnlendGroups](m.UnlendGroups(0, partition, left))
         return lets_in
 
-    def _lets_in(self, message: Any) -> bool:
-        """Whether the answer to this lets producers go on: a policy may have a rate of samples for each insert."""
-        return isinstance(message, m.SelectGroups) and self.pools[message.partition].rate.per_insert is not None
+    def _lets_in(self, partition: str, reply: m.Reply) -> bool:
+        """Whether this answer lets others go on: producers where a policy has a rate of samples for each insert, and
+        who waits for what comes behind a batch that was due."""
+        if not isinstance(reply, m.GroupsLent):
+            return False
+        pool = self.pools[partition]
+        return pool.rate.per_insert is not None or any(pool.groups[one.group].is_again for one in reply.groups)
 
     def _clear_rows(self, partition: str, rows: list[int]) -> None:
         if rows and partition in self._tables:

@@ -89,7 +89,7 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_window(self) -> bool:
         """Whether groups are judged by a window."""
-        return self.serve != "target" and (self.stale != "keep" or self.aborts)
+        return self.stale == "withhold" or (self.serve != "target" and (self.stale != "keep" or self.aborts))
 
     @property
     def by_priority(self) -> bool:
