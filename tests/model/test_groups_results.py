@@ -198,6 +198,21 @@ def test_the_results_of_a_batch_seal_all_their_groups_before_who_waits_is_answer
     assert names(box.told()["trainer"]) == ["x", "y", "z"]
 
 
+def test_rows_of_a_group_that_may_come_again_are_no_other_result_and_stay_when_one_is_late() -> None:
+    box = GroupBox()
+    box.ask(m.MarkPool, 0)
+    rows = box.made("x")
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    with pytest.raises(GroupEnded):
+        box.finish("x", rows=rows)
+    box.open("y")
+    box.claim()
+    with pytest.raises(InvalidInput, match="is a result of group 'x' already"):
+        box.finish("y", rows=rows)
+    assert (box.rows(), box.ask(m.ResumePool, 0).groups) == (rows, 1)
+    assert names(box.select()) == ["x"]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_tokens_of_results_that_came_too_late_are_counted_as_ones_that_nobody_uses(named: bool) -> None:
     box = GroupBox(GroupPolicy.windowed(0))

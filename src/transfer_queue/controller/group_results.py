@@ -75,7 +75,8 @@ def finish_named(
     rows = named_rows(message, table)
     found = sort_results(pool, message.finished, len(rows), rows)
     enter(pool, found, rows[found.kept])
-    clear([row for row in rows[found.unwanted].tolist() if row >= 0 and row not in pool.owners])
+    free = (row for row in rows[found.unwanted].tolist() if row not in pool.owners and row not in pool.steps.owners)
+    clear([row for row in free if row >= 0])
     return m.SlotsFinished(message.rid, found.refused), bool(found.news)
 
 

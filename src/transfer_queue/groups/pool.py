@@ -231,9 +231,9 @@ class PoolCore:
         if result is not None and group.slot(slot).result is None:
             if len(set(result.rows)) != len(result.rows):
                 raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")
-            taken = [row for row in result.rows if row in self.owners]
-            if taken:
-                raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
+            owned = ((row, self.owners.get(row, self.steps.owner(row))) for row in result.rows)
+            if taken := [(row, name) for row, name in owned if name is not None]:
+                raise InvalidInput(f"row {taken[0][0]} is a result of group {taken[0][1]!r} already")
         return group.check(slot, attempt, result)
 
     def waste(self, name: str, tokens: int) -> None:
