@@ -137,7 +137,7 @@ def picture(service: Service) -> dict[str, Any]:
             {session: copy.deepcopy((one.tickets, one.attempts, one.refills))
              for session, one in controller.groups._holdings.items()},
             {name: sorted(pool.state.reserved) for name, pool in controller.groups.pools.items()},
-            dict(controller.groups.consumed_at),
+            dict(controller.groups.uses.at),
         ),
         "waiting": controller.num_waiting,
         "now": leases.now,

@@ -154,7 +154,7 @@ def test_a_pool_is_removed_once_all_of_it_is_used() -> None:
     box.ask(m.RemovePool, False)
     assert box.rows() == rows, "used rows stay"
     groups = box.controller.state.groups
-    assert (groups.pools, groups._holdings[b"worker"].attempts, groups.consumed_at) == ({}, {}, {})
+    assert (groups.pools, groups._holdings[b"worker"].attempts, groups.uses.at) == ({}, {}, {})
     with pytest.raises(InvalidInput, match="has no pool of groups"):
         box.report()
 
@@ -199,3 +199,41 @@ def test_what_somebody_still_has_of_a_removed_pool_means_nothing_in_the_next_one
     assert box.report()["tickets_out"] == 2, "those of the other session are not given back"
     box.finish("x", 0, 1)
     assert names(box.select()) == ["x"]
+
+
+def test_who_waits_while_a_trainer_goes_back_gets_as_many_groups_as_were_asked_for() -> None:
+    box = GroupBox()
+    for name in "abc":
+        box.made(name)
+    box.ask(m.MarkPool, 0)
+    for count in (1, 2):
+        box.ask(m.AckGroups, box.select(count, count).lease, None, False)
+    box.select(1, 1, 60.0, session=b"one", asker="one")
+    box.select(1, 1, 60.0, session=b"two", asker="two")
+    box.ask(m.ResumePool, 0)
+    assert {asker: names(reply) for asker, reply in box.told().items()} == {"one": ["a"], "two": ["b"]}
+
+
+def test_who_waits_for_more_groups_than_a_batch_had_gets_them_when_a_trainer_goes_back() -> None:
+    box = GroupBox()
+    for name in "ab":
+        box.made(name)
+    box.ask(m.MarkPool, 0)
+    for _ in range(2):
+        box.ask(m.AckGroups, box.select(1, 1).lease, None, False)
+    box.select(2, 2, 60.0, asker="waits")
+    box.ask(m.ResumePool, 0)
+    assert names(box.told()["waits"]) == ["a", "b"]
+
+
+def test_who_waits_for_fields_gets_the_next_batch_that_is_due_when_another_took_the_one_before() -> None:
+    box = GroupBox()
+    for name in "abc":
+        box.put(box.made(name), ["z"] if name == "b" else ["a"])
+    box.ask(m.MarkPool, 0)
+    for _ in "abc":
+        box.ask(m.AckGroups, box.select(1, 1).lease, None, False)
+    box.ask(m.ResumePool, 0)
+    assert box.select(1, 1, 60.0, fields=["z"], asker="waits") is None
+    assert names(box.select(1, 1)) == ["a"]
+    assert names(box.told()["waits"]) == ["b"]

@@ -23,7 +23,7 @@ from transfer_queue.wire import messages as m
 POLICIES = [
     GroupPolicy(), GroupPolicy.windowed(1), GroupPolicy.weight_fifo(1, 3), GroupPolicy.drop(2), GroupPolicy.dropless(3),
     GroupPolicy.in_order(1, 2, shrink=True, floor=0.0),
-    GroupPolicy(serve="window", window=1, stale="withhold", retry="group"),
+    GroupPolicy(serve="window", window=1, stale="withhold", retry="group"), GroupPolicy(capacity=3),
     GroupPolicy.prioritized(3, samples_per_insert=2.0), GroupPolicy.prioritized(2, max_times_sampled=3),
     GroupPolicy(order="priority", max_times_sampled=2, serve="window", window=2, stale="evict"),
 ]  # fmt: skip
@@ -98,7 +98,9 @@ class History:
 
     def _rare(self, session: bytes) -> None:
         choose, box = self.random, self.box
-        match choose.randrange(12):
+        match choose.randrange(14):
+            case 12 | 13:
+                self._select_with_fields(session)
             case 9 | 10:
                 box.ask(m.MarkPool, self.number)
             case 11:
@@ -125,6 +127,22 @@ class History:
             case 4:
                 box.ask(m.RetargetGroup, f"g{choose.randint(1, self.number + 1)}", choose.randint(0, 9))
 
+    def _select_with_fields(self, session: bytes) -> None:
+        """Some rows get a field that somebody waits for."""
+        choose, box = self.random, self.box
+        rows = box.rows()
+        if rows:
+            box.put(choose.sample(rows, min(len(rows), 3)), ["z"])
+        found = box.select(1, choose.randint(1, 2), 50.0, session=session, asker=object(), fields=["z"])
+        self.leases += [found.lease] if found and found.groups else []
+
+    def _nobody_waits_in_vain(self) -> None:
+        """Whoever waits could not have gone on."""
+        groups = self.box.controller.groups
+        for partition in list(groups.pools):
+            groups._changed(partition)
+        assert not self.box.controller.outbox
+
     def _hear(self) -> None:
         for reply in self.box.told().values():
             if isinstance(reply, m.SlotsClaimed):
@@ -139,7 +157,8 @@ class History:
             try:
                 self.step()
             except TransferQueueError:
-                self.box.told()
+                self._hear()
+            self._nobody_waits_in_vain()
 
 
 def settled(controller: Controller) -> Any:

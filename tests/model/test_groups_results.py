@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tables import indexes, packed
+from tables import indexes, packed, reloaded
 from test_groups_controller import GroupBox, names
 
 from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
+from transfer_queue.groups import GroupPolicy
 from transfer_queue.schema import FieldSchema
 from transfer_queue.wire import messages as m
 
@@ -195,3 +196,45 @@ def test_the_results_of_a_batch_seal_all_their_groups_before_who_waits_is_answer
     assert box.select(1, 9, 60.0, asker="trainer") is None
     box.put_results(*((name, 0, 0, 1) for name in "xyz"))
     assert names(box.told()["trainer"]) == ["x", "y", "z"]
+
+
+def test_rows_of_a_group_that_may_come_again_are_no_other_result_and_stay_when_one_is_late() -> None:
+    box = GroupBox()
+    box.ask(m.MarkPool, 0)
+    rows = box.made("x")
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    with pytest.raises(GroupEnded):
+        box.finish("x", rows=rows)
+    box.open("y")
+    box.claim()
+    with pytest.raises(InvalidInput, match="is a result of group 'x' already"):
+        box.finish("y", rows=rows)
+    assert (box.rows(), box.ask(m.ResumePool, 0).groups) == (rows, 1)
+    assert names(box.select()) == ["x"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tokens_of_results_that_came_too_late_are_counted_as_ones_that_nobody_uses(named: bool) -> None:
+    box = GroupBox(GroupPolicy.windowed(0))
+    box.open("old", 2, source="math")
+    box.open("new", 1, source="code", start=1)
+    (first, second, third) = box.claim(3)
+    box.ask(m.FailSlots, [m.Attempt(*third)], "infra")
+    box.claim(1)
+    box.finish(*first)
+    box.announce(1)  # it gives up the one with 5 tokens in it
+    for late in (second, third):
+        if named:
+            with pytest.raises((GroupEnded, StaleAttempt)):
+                box.finish(*late)
+        else:
+            box.put_results((*late, 1))
+    assert discarded(box) == {"math": 10, "code": 5}
+    box.controller = reloaded(box).controller
+    box.put_results((*second, 1))
+    assert discarded(box) == {"math": 15, "code": 5}
+
+
+def discarded(box: GroupBox) -> dict[str, int]:
+    """The tokens that nobody used, by source."""
+    return {source: one["discarded_tokens"] for source, one in box.report()["sources"].items()}

@@ -160,3 +160,15 @@ def test_rows_of_a_loop_that_only_one_rank_began_again_are_dealt_when_it_has_lef
     assert loop(box, 1, 2) == "waits", "rank 0 has not left"
     box.end_session(b"0.1")
     assert box.answers() == [((1, 2), [2])], "rank 2 need not come for what it was told to be over"
+
+
+def test_who_waits_for_the_rows_of_a_rank_that_never_came_is_told_which_one_it_is() -> None:
+    box = Ranks(3, 1)
+    box.handle(m.SetPartition(1, "p", 3, {}))
+    box.put(3)
+    assert (loop(box, 0, 0)[1], box.use(1, 0, session=b"1.0")) == ([0], [1])
+    box.ack(1)
+    assert box.ask(0, 1, until_done=True, session=b"0.0") == "done"
+    assert loop(box, 0, 1) == "waits"
+    (wait,) = box.handle(m.DescribeService(1, 9)).waits
+    assert "1 kept for other ranks (dp_rank 2, which has not asked for any yet)" in wait.lacks

@@ -321,6 +321,8 @@ def test_a_group_has_any_number_of_rows_for_each_slot() -> None:
         {"serve": "window"}, {"stale": "evict"}, {"serve": "target"}, {"window": -1}, {"window": 1.5},
         {"groups_per_version": 0}, {"max_attempts": 0}, {"floor": 2.0}, {"serve": "newest"}, {"order": "random"},
         {"stale": "drop"}, {"aborts": 1, "window": 1}, {"gate": True},
+        {"serve": "target", "gate": 1, "stale": "withhold"},
+        {"serve": "window", "window": 1, "samples_per_insert": 1.0},
     ],
     ids=str,
 )  # fmt: skip

@@ -226,3 +226,38 @@ def test_a_pool_that_is_removed_keeps_no_rows_for_a_mark(trainer: Trainer) -> No
     trainer.learn(8, clears=True)
     trainer.pool.give_up()
     assert sorted(trainer.pool.discarded) == sorted(10 * n + slot for n in range(8) for slot in range(2))
+
+
+def test_what_is_due_stays_so_when_those_who_had_something_are_forgotten(trainer: Trainer) -> None:
+    trainer.mark(0)
+    trainer.learn(), trainer.learn()
+    trainer.pool.advance(5)
+    trainer.resume(0)
+    assert trainer.take() == ["0", "1"]
+    trainer.pool = PoolCore(trainer.pool.state)  # as a journal brings it back
+    trainer.pool.forget_holders()
+    assert (trainer.learn(), trainer.learn()) == (["0", "1"], ["2", "3"])
+
+
+def test_a_group_that_was_surplus_when_it_was_learned_comes_again_and_takes_no_room() -> None:
+    trainer = Trainer(GroupPolicy(capacity=2), 2)
+    trainer.mark(0)
+    trainer.take(1)
+    trainer.make(2)
+    trainer.pool.consume(["0"], False)
+    trainer.resume(0)
+    assert trainer.learn(1) == ["0"]
+    assert trainer.learn(2) == ["1", "2"]
+    trainer.make(3), trainer.make(4)
+    assert trainer.take(2) == ["3", "4"]
+
+
+def test_a_pool_that_goes_back_keeps_no_more_of_the_new_groups_than_before() -> None:
+    trainer = Trainer(GroupPolicy(capacity=2), 2)
+    trainer.mark(0)
+    trainer.learn()
+    trainer.make(2), trainer.make(3)
+    trainer.resume(0)
+    trainer.make(4)
+    assert trainer.learn() == ["0", "1"]
+    assert (trainer.pool.num_sealed, trainer.take()) == (2, ["3", "4"])

@@ -428,8 +428,8 @@ class GroupOperations:
         """Groups by state, the version, who waits, how many attempts are `running` and which sessions make them
         (`workers`: `session` in hexadecimal), the open group that came first with its slots by state
         (`oldest_open`), and for each source the totals of `SourceCounters` with
-        `starved_s`, the seconds since one of its groups was consumed, or else since its first one was opened (None:
-        neither, in this life of the service)."""
+        `starved_s`, the seconds since one of its groups was consumed, or since the first of those that it has was
+        opened (None: neither, in this life of the service)."""
         return (yield _call(self, m.DescribePool))[0].values
 
 

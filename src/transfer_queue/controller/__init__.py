@@ -31,6 +31,7 @@
      │   ├─ group_reports       what is told of them
      │   ├─ group_waits         what requests wait for
      │   ├─ group_results       results of attempts, several at a time: which are wanted, and which rows are theirs
+     │   ├─ source_uses         when groups of a data source were used last
      │   └─ wait_lines          who waits for the same, one behind the other
      ├─ series                  partitions of which only so many may be open
      ├─ watching                those who wait until keys or tags change

@@ -332,8 +332,7 @@ class Controller:
     def _without_rows(self, message: m.Commit, results: SortedResults) -> m.Reply:
         """Every result of a commit that has rows was refused: its blocks are free."""
         self.block_index.freed += new_blocks(message)
-        if results.news:
-            self.groups.finish(message.partition, results, results.kept)
+        self.groups.finish(message.partition, results, results.kept)
         return m.Committed(message.rid, b"", None, [], 0, refused=results.refused)
 
     def _check(self, message: m.Commit) -> None:

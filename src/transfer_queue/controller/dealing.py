@@ -467,6 +467,17 @@ def _dealt(groups: list[RankGroup], rows: Slots) -> Iterator[tuple[RankGroup, Sh
             yield group, share, mine
 
 
+def ranks_kept_for(table: Table, task: Task) -> dict[int, bool]:
+    """The ranks for which rows are kept, and whether each has asked for some in this loop."""
+    found: dict[int, bool] = {}
+    for group in task.groups:
+        for rank, share in ((rank, share) for deal in group.deals.values() for rank, share in deal.items()):
+            slots = table.slots_of(share.rows)
+            if (task.lease[slots[slots >= 0]] == DEALT).any():
+                found[rank] = found.get(rank, False) or rank in group.members
+    return dict(sorted(found.items()))
+
+
 def _ended_loops(table: Table, task: Task, dp_size: int) -> set[int]:
     """The ranks that were told of the end of the rows that there are: none came since."""
     known = task.loops

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from transfer_queue.controller.group_checks import named_rows, versions_of
+from transfer_queue.controller.group_checks import MAX_TOKENS, named_rows, versions_of
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
@@ -21,11 +21,13 @@ Span = tuple[m.FinishedSlot, int, int]  # a result, and from where to where its 
 
 
 class SortedResults(NamedTuple):
-    """`news`: results that are wanted and not known yet, and the places of their rows (`kept`). `unwanted`: the places
-    of rows that nobody may use, because another attempt took the place of theirs or the group has ended."""
+    """`news`: results that are wanted and not known yet, and the places of their rows (`kept`). `late`: those that
+    nobody may use, because another attempt took the place of theirs or the group has ended, and the places of their
+    rows (`unwanted`)."""
 
     news: list[m.FinishedSlot]
     kept: Slots
+    late: list[m.FinishedSlot]
     unwanted: Slots
     refused: list[m.RefusedSlot]
 
@@ -42,23 +44,27 @@ def sort_results(
     there = np.zeros(0, np.int64) if rows is None else rows[rows >= 0]
     if len(np.unique(there)) < len(there):
         raise InvalidInput("a row is in the request twice")
-    news, refused = [], []
+    news, late, refused = [], [], []
     kept, unwanted = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
     for place, (one, start, stop) in enumerate(spans):
         try:
             is_news = _check(pool, one, None if rows is None else rows[start:stop])
         except (GroupEnded, StaleAttempt, RowCleared) as error:
             refused.append(m.RefusedSlot(place, error.code, str(error)))
-            unwanted[start:stop] = not isinstance(error, RowCleared)
+            if not isinstance(error, RowCleared):
+                late.append(one)
+                unwanted[start:stop] = True
         else:
             news += [one] * is_news
             kept[start:stop] = is_news
-    return SortedResults(news, np.flatnonzero(kept), np.flatnonzero(unwanted), refused)
+    return SortedResults(news, np.flatnonzero(kept), late, np.flatnonzero(unwanted), refused)
 
 
-def enter(pool: PoolCore, news: Sequence[m.FinishedSlot], rows: Slots) -> None:
-    """Attempts have these results, and these rows in turn, as `sort_results` found them."""
-    for one, start, stop in _spans(news, len(rows)):
+def enter(pool: PoolCore, results: SortedResults, rows: Slots) -> None:
+    """Attempts have these results, and those that are wanted these rows in turn, as `sort_results` found them."""
+    for one in results.late:
+        pool.waste(one.group, one.tokens)
+    for one, start, stop in _spans(results.news, len(rows)):
         pool.done(one.group, one.slot, one.attempt, _result(pool, one, rows[start:stop]))
 
 
@@ -68,8 +74,9 @@ def finish_named(
     """The answer to results whose rows are there, and whether one was news. `clear` removes rows that nobody wants."""
     rows = named_rows(message, table)
     found = sort_results(pool, message.finished, len(rows), rows)
-    enter(pool, found.news, rows[found.kept])
-    clear([row for row in rows[found.unwanted].tolist() if row >= 0 and row not in pool.owners])
+    enter(pool, found, rows[found.kept])
+    free = (row for row in rows[found.unwanted].tolist() if row not in pool.owners and row not in pool.steps.owners)
+    clear([row for row in free if row >= 0])
     return m.SlotsFinished(message.rid, found.refused), bool(found.news)
 
 
@@ -109,6 +116,8 @@ def _spans(finished: Sequence[m.FinishedSlot], num_rows: int) -> Iterator[Span]:
         raise InvalidInput(f"results of {num_rows} rows in one call, at most {MAX_ROWS}")
     if len({(one.group, one.slot, one.attempt) for one in finished}) != len(finished):
         raise InvalidInput("the result of one attempt is in the request twice")
+    if not all(0 <= one.tokens < MAX_TOKENS for one in finished):
+        raise InvalidInput(f"results of {[one.tokens for one in finished]} tokens")
     if any(one.count < 0 for one in finished) or sum(one.count for one in finished) != num_rows:
         raise InvalidInput(f"results of {[one.count for one in finished]} rows each, and {num_rows} rows")
     stop = 0

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from transfer_queue.groups import PoolCore
+from transfer_queue.groups.again import unlike_before
+from transfer_queue.groups.shortfall import needed
 from transfer_queue.wait_queue import Waiter
 from transfer_queue.wire import messages as m
 
@@ -20,6 +23,13 @@ def place_of(parked: Waiter[Any]) -> Hashable:
         case m.AwaitGroups():
             return parked.ticket  # it takes nothing, so nobody waits behind it
     return (type(message),)
+
+
+def unlike_asked(message: Any, pool: PoolCore) -> list[str]:
+    """The groups that are due in batches of another size than this request asks for. Raises `GroupsShort`."""
+    if not isinstance(message, m.SelectGroups) or not pool.num_due:
+        return []
+    return unlike_before(pool, needed(pool, message.least), message.most)
 
 
 def wanted(message: Any) -> str:

@@ -8,13 +8,14 @@ the right to refill belong to a session, and return with its end.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from transfer_queue.controller.deadlines import NO_TIME, Deadlines
+from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.group_changes import CHANGES
 from transfer_queue.controller.group_checks import (
     MAX_VERSION,
@@ -37,18 +38,19 @@ from transfer_queue.controller.group_reports import (
     tell_rows,
 )
 from transfer_queue.controller.group_results import SortedResults, enter, finish_named, sort_results
-from transfer_queue.controller.group_waits import place_of, wanted
+from transfer_queue.controller.group_waits import place_of, unlike_asked, wanted
 from transfer_queue.controller.leases import check_lease
 from transfer_queue.controller.notices import answer_waiting, too_late
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.recent import RecentEvents
+from transfer_queue.controller.source_uses import SourceUses
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.controller.unreceived import GroupGrant, Unreceived
 from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, TransferQueueError
 from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
-from transfer_queue.groups.again import resume, unlike_before
+from transfer_queue.groups.again import resume
 from transfer_queue.groups.shortfall import needed
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
@@ -56,8 +58,7 @@ from transfer_queue.wire import messages as m
 
 class GroupPools:
     """All pools of a service. Answers to parked requests go to `outbox`. `deadlines`: when leases and attempts end.
-    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled.
-    `consumed_at`: when a group of a source was used last, or its first one opened; not of what was recovered."""
+    `clear` removes rows of a partition. `rules` carry out what lasts. `now`: the time of the event that is handled."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class GroupPools:
         self.deadlines = (self._lease_ends, self._term_ends)
         self._numbers = itertools.count(1)
         self._holdings: dict[bytes, SessionHoldings] = {}
-        self.consumed_at: dict[tuple[str, str], float] = {}
+        self.uses = SourceUses(now)
         self._now = now
         self._recent = recent
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
@@ -169,8 +170,7 @@ class GroupPools:
             del self._terms[number]
         for held in self._holdings.values():
             held.drop(partition)
-        for source in pool.state.sources:
-            self.consumed_at.pop((partition, source), None)
+        self.uses.drop(partition, pool)
 
     def _end_leases(self, partition: str) -> None:
         for number in [number for number, lease in self._leases.items() if lease.partition == partition]:
@@ -186,11 +186,14 @@ class GroupPools:
 
     def _open(self, message: m.OpenGroup) -> m.Reply:
         check_versions(message.start)
-        self._pool(message.partition).open(
+        pool = self._pool(message.partition)
+        is_first = not pool.has_groups_of(message.source)
+        pool.open(
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
             message.ticket, message.refills, message.priority,
         )  # fmt: skip
-        self._note_use(message.partition, message.source, only_first=True)
+        if is_first:
+            self.uses.opened(message.partition, message.source)
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -218,7 +221,7 @@ class GroupPools:
 
     def finish(self, partition: str, results: SortedResults, rows: Slots) -> None:
         """Attempts have their results, and these rows, which are new."""
-        enter(self._pool(partition), results.news, rows)
+        enter(self._pool(partition), results, rows)
         self._changed(partition)
 
     def _change(self, change: Callable[[PoolCore, Any], None], message: Any) -> m.Reply:
@@ -236,11 +239,9 @@ class GroupPools:
 
     def _consume(self, message: m.ConsumeGroups) -> m.Reply:
         pool = self._pool(message.partition)
-        for name in message.groups:
-            group = pool.groups.get(name)
-            if group is not None:
-                self._note_use(message.partition, group.source)
+        sources = {pool.groups[name].source for name in message.groups if name in pool.groups}
         pool.consume(message.groups, message.clears)
+        self.uses.used(message.partition, sources, pool, max(self.parked.notice_after_s, default=math.inf))
         self._changed(message.partition)
         return m.Done(message.rid)
 
@@ -249,11 +250,6 @@ class GroupPools:
         self._end_leases(message.partition)
         self._changed(message.partition)
         return m.PoolResumed(message.rid, *found)
-
-    def _note_use(self, partition: str, source: str, only_first: bool = False) -> None:
-        """A group of this source is consumed, or the first one is opened. What is recovered has no time."""
-        if self._now() > NO_TIME and not (only_first and (partition, source) in self.consumed_at):
-            self.consumed_at[partition, source] = self._now()
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
         self._pool(message.partition).issue(message.tickets)
@@ -295,12 +291,11 @@ class GroupPools:
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
-        if isinstance(message, m.SelectGroups) and (pool := self.pools[message.partition]).num_due:
-            names = unlike_before(pool, needed(pool, message.least), message.most)
-            self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, names))
+        if unlike := unlike_asked(message, self.pools[message.partition]):
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, message.partition, unlike))
         place = place_of(parked)
         reply = None if self._lines.has(message.partition, place) else self._attempt(parked)
-        if reply is not None and self._lets_in(message):
+        if reply is not None and self._lets_in(message.partition, reply):
             self._changed(message.partition)
         if reply is None and message.timeout_s <= 0:
             raise DeadlineExceeded(too_late(message, "", self.reason))
@@ -397,11 +392,14 @@ class GroupPools:
 
     def _answer_all(self, partition: str) -> bool:
         """Answer whom it can. Whether that lets in others, who were asked before."""
-        lets_in = False
+        lets_in, unlike = False, list[str]()
 
         def answer(parked: Waiter[Any]) -> bool:
             nonlocal lets_in
             try:
+                if found := unlike_asked(parked.message, self.pools[partition]):
+                    unlike.extend(found)
+                    return False
                 reply = self._attempt(parked)
             except TransferQueueError as error:
                 reply = m.Failed(parked.message.rid, error.code, str(error))
@@ -409,16 +407,22 @@ class GroupPools:
                 return False
             self.parked.remove(parked)
             self._outbox.append((parked.ticket, reply))
-            lets_in |= self._lets_in(parked.message)
+            lets_in |= self._lets_in(partition, reply)
             return True
 
         self._lines.serve(partition, answer)
+        groups = self.pools[partition].groups  # where somebody may have them by now
+        if left := [name for name in dict.fromkeys(unlike) if name in groups and groups[name].state == "due"]:
+            self.rules[m.UnlendGroups](m.UnlendGroups(0, partition, left))
         return lets_in
 
-    def _lets_in(self, message: Any) -> bool:
-        """Whether the answer to this lets producers go on: a policy may have a rate of samples for each insert."""
-        rate = self.pools[message.partition].policy.samples_per_insert
-        return isinstance(message, m.SelectGroups) and rate is not None
+    def _lets_in(self, partition: str, reply: m.Reply) -> bool:
+        """Whether this answer lets others go on: producers where a policy has a rate of samples for each insert, and
+        who waits for what comes behind a batch that was due."""
+        if not isinstance(reply, m.GroupsLent):
+            return False
+        pool = self.pools[partition]
+        return pool.rate.per_insert is not None or any(pool.groups[one.group].is_again for one in reply.groups)
 
     def _clear_rows(self, partition: str, rows: list[int]) -> None:
         if rows and partition in self._tables:
@@ -537,9 +541,8 @@ class GroupPools:
 
     def _description(self, partition: str, now: float) -> dict[str, Any]:
         pool = self._pool(partition)
-        used_at = {name: self.consumed_at.get((partition, name)) for name in pool.state.sources}
         waiting = sum(one.message.partition == partition for one in self.parked)
-        return described(pool, used_at, waiting, workers(self._holdings, partition, pool), now)
+        return described(pool, self.uses.of(partition, pool), waiting, workers(self._holdings, partition, pool), now)
 
     def descriptions(self, now: float) -> dict[str, dict[str, Any]]:
         """Every pool, as `status` of one says it."""
@@ -574,7 +577,7 @@ class GroupPools:
         self._terms.clear()
         self._term_ends.clear()
         self._holdings.clear()
-        self.consumed_at.clear()
+        self.uses.clear()
         self.pools = pools
         for pool in pools.values():  # not above what was used in the saved state: a journal goes on with its numbers
             pool.number_attempts(self.used.attempts)

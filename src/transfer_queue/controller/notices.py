@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from transfer_queue.controller.dealing import ranks_kept_for
 from transfer_queue.controller.readiness import KEPT, TOO_OLD, Task
 from transfer_queue.controller.staleness import EPOCH, Staleness
 from transfer_queue.controller.table import Table
@@ -91,7 +92,7 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     size += f" and {table.cleared} cleared" if table.cleared else ""
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
     task = table.task(message.task)
-    taken = _taken(message, task, sampler) + _foreign(table, task) + _away(message, table, task)
+    taken = _taken(message, table, task, sampler) + _foreign(table, task) + _away(message, table, task)
     return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
 
 
@@ -124,6 +125,8 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
         text += f", none of them more than {task.limit.max_age} versions of the weights old"
     if table is not None and task is not None:
         text += _foreign(table, task) + _away(message, table, task) + _had(message, table, task)
+    if table is not None and task is not None and message.dp_size and (ranks := _of_ranks(table, task)):
+        text += f"; rows are kept for others{ranks}"
     unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
     return f"{text}; nobody has written {unwritten} there" if unwritten else text
 
@@ -184,13 +187,23 @@ def _had(message: m.Fetch, table: Table, task: Task) -> str:
     return "".join(f"; {one}" for one in had)
 
 
-def _taken(message: m.Fetch, task: Task, sampler: str) -> str:
+def _taken(message: m.Fetch, table: Table, task: Task, sampler: str) -> str:
     reserved = sum(task.lent.get(kind, 0) for kind in KEPT)
     old = " or too old" if task.limit is not None and task.limit.judges else ""
     text = f"{task.num_consumed} taken{old}, {task.num_lent - reserved} on lease"
     if reserved:
-        text += f", {reserved} kept for other ranks"
+        text += f", {reserved} kept for other ranks{_of_ranks(table, task)}"
     view = task.views.get(tuple(message.fields))
     ready = 0 if view is None else view.count
     enough = ready >= message.batch_size * max(1, message.dp_size)
     return f"{text}, {ready} ready" + (f", but not what {sampler} takes" if enough else "")
+
+
+def _of_ranks(table: Table, task: Task) -> str:
+    """For which data-parallel ranks rows are kept, and which of them have asked for none."""
+    ranks = [
+        f"dp_rank {rank}" + ("" if has_asked else ", which has not asked for any yet")
+        for rank, has_asked in ranks_kept_for(table, task).items()
+    ]
+    more = [f"{len(ranks) - LISTED} more"] if len(ranks) > LISTED else []
+    return f" ({'; '.join(ranks[:LISTED] + more)})" if ranks else ""

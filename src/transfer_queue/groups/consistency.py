@@ -19,6 +19,8 @@ def is_consistent(pool: PoolCore) -> bool:
         and all(group.name == name and group.is_sound for name, group in state.groups.items())
         and len(rows) == len(pool.owners) + len(pool.steps.owners) == len(set(rows))
         and not state.groups.keys() & state.fates.keys()
+        and state.sources_of.keys() <= state.fates.keys()
+        and set(state.sources_of.values()) <= state.sources.keys()
         and len(set(tickets)) == len(tickets)
         and all(0 <= ticket < state.next_ticket for ticket in tickets)
         and by_source.keys() <= state.sources.keys()

@@ -9,7 +9,8 @@ class SourceCounters(msgspec.Struct):
     """Groups, unless said otherwise. `evicted_for` may count a group under several reasons; `evicted` counts it once.
     `failed_attempts`: of slots, by kind. `ages`, summed over `selected` groups, and `oldest`: in versions when they
     were handed out. `withheld`: members. `discarded_tokens`: of results that nobody used: of
-    groups that were evicted, of slots that were started over, and of members that were withheld in every use."""
+    groups that were evicted, of slots that were started over, of members that were withheld in every use, and of those
+    that were refused because they came too late."""
 
     opened: int = 0
     sealed: int = 0
@@ -23,6 +24,11 @@ class SourceCounters(msgspec.Struct):
     ages: int = 0
     oldest: int = 0
     discarded_tokens: int = 0
+
+    @property
+    def num_live(self) -> int:
+        """Groups that have not ended."""
+        return self.opened - self.consumed - self.evicted
 
     def evict(self, reasons: list[str], tokens: int) -> None:
         self.evicted += 1

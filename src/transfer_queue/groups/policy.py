@@ -43,8 +43,8 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
     `samples_per_insert`, instead of a gate, keeps `samples_per_insert * sealed - selected` (both in total) within
     `error_buffer` (default: `samples_per_insert * min_size_to_sample`) of `samples_per_insert * min_size_to_sample`:
     producers wait for tickets above, consumers wait below. What was owed to groups that were evicted is forgiven
-    (docs/groups.md). It is at most `max_times_sampled`. Nobody selects while there are fewer groups than
-    `min_size_to_sample`.
+    (docs/groups.md), so with a window `stale` is not "keep". It is at most `max_times_sampled`. Nobody selects while
+    there are fewer groups than `min_size_to_sample`.
     `shortfall`, where a group of a "target" was given up: another one may "replace" it, or the version "shrink"s, down
     to `floor` (a share of `groups_per_version`).
 
@@ -89,7 +89,7 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_window(self) -> bool:
         """Whether groups are judged by a window."""
-        return self.serve != "target" and (self.stale != "keep" or self.aborts)
+        return self.stale == "withhold" or (self.serve != "target" and (self.stale != "keep" or self.aborts))
 
     @property
     def by_priority(self) -> bool:
@@ -177,6 +177,8 @@ def _check_replay(policy: GroupPolicy) -> None:
         if policy.error_buffer is not None:
             raise InvalidInput("error_buffer bounds what samples_per_insert allows: give both")
         return
+    if policy.serve in ("window", "cohort") and policy.stale == "keep":
+        raise InvalidInput("samples_per_insert and groups kept below the window: producers would wait for their use")
     if policy.gate is not None:
         raise InvalidInput("a policy has a gate by versions, or one by samples_per_insert")
     if not 0.0 < rate <= MAX_COUNT:

@@ -59,6 +59,11 @@ class PoolCore:
     def source(self, name: str) -> SourceCounters:
         return self.state.sources.setdefault(name, SourceCounters())
 
+    def has_groups_of(self, source: str) -> bool:
+        """Whether some of this source have not ended."""
+        known = self.state.sources.get(source)
+        return known is not None and known.num_live > 0
+
     def group(self, name: str) -> SiblingGroup:
         """Raises `GroupEnded`, and `InvalidInput` for one that nobody opened."""
         group = self.groups.get(name)
@@ -226,10 +231,17 @@ class PoolCore:
         if result is not None and group.slot(slot).result is None:
             if len(set(result.rows)) != len(result.rows):
                 raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")
-            taken = [row for row in result.rows if row in self.owners]
-            if taken:
-                raise InvalidInput(f"row {taken[0]} is a result of group {self.owners[taken[0]]!r} already")
+            owned = ((row, self.owners.get(row, self.steps.owner(row))) for row in result.rows)
+            if taken := [(row, name) for row, name in owned if name is not None]:
+                raise InvalidInput(f"row {taken[0][0]} is a result of group {taken[0][1]!r} already")
         return group.check(slot, attempt, result)
+
+    def waste(self, name: str, tokens: int) -> None:
+        """A result of so many tokens came too late for a group, which may have ended."""
+        group = self.groups.get(name)
+        source = self.state.sources_of.get(name) if group is None else group.source
+        if source is not None:
+            self.source(source).discarded_tokens += tokens
 
     def fail(self, name: str, slot: int, attempt: int, kind: str) -> None:
         """An attempt has failed: its slot is to be tried again, or the group goes on without it, or is given up."""
@@ -258,9 +270,9 @@ class PoolCore:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Where more groups are there than the policy keeps, the oldest goes; when it comes back, if it is lent."""
+        """Where more groups are there than the policy keeps, the oldest go; when they come back, if they are held."""
         capacity = math.inf if self.policy.capacity is None else self.policy.capacity
-        if self.num_sealed + self.num_held - self._num_surplus > capacity:
+        while self.num_sealed + self.num_held - self._num_surplus > capacity:
             kept = (group for group in self.groups.values() if group.state != "open" and not group.is_surplus)
             oldest = next(kept)
             if oldest.is_held:
@@ -338,7 +350,7 @@ class PoolCore:
         if group.state != "open" and reasons != ["surplus"]:
             self._settle(group)
         self._forget_rows(group.rows)
-        self.state.remember(group.name, "evicted")
+        self.state.remember(group.name, "evicted", group.source)
 
     def _shrinks(self, group: SiblingGroup) -> bool:
         return self.policy.shortfall == "shrink" and group.target is not None and group.target >= self.version
@@ -539,7 +551,7 @@ class PoolCore:
             self._settle(group)
             self._disown(group.rows)
             self.discarded += self.steps.use_up(group, clears)
-            self.state.remember(name, "consumed")
+            self.state.remember(name, "consumed", group.source)
 
     # steps
 
@@ -550,7 +562,7 @@ class PoolCore:
     def revive(self, groups: Iterable[SiblingGroup]) -> None:
         """These, which were used up, are due."""
         for group in groups:
-            self.state.fates.pop(group.name, None)
+            self.state.forget(group.name)
             self.groups[group.name] = group
             self.owners.update(dict.fromkeys(group.rows, group.name))
             self.source(group.source).unconsume(group.unused_tokens)
@@ -585,4 +597,4 @@ class PoolCore:
             for slot in group.slots:
                 slot.state = "idle" if slot.state == "running" else slot.state
             self.work.add(group)
-        self.release(list(self.groups))
+        self.release([group.name for group in self.groups.values() if group.state == "lent"])

@@ -18,9 +18,10 @@ class PoolState(msgspec.Struct):
     for `base`. Those below `next_ticket` that no group has are `reserved` by somebody, or `returned`. Attempts begin
     with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
     `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
-    have ended, the latest. `sampled`: groups that were selected in total, less those that were given back. `draws`:
-    what the next draw is named by. `forgiven`: samples that a rate owed to groups that have ended, and nobody owes.
-    `batches`: how many times groups were handed out. `used_after`: see `GroupSteps`."""
+    have ended, the latest; `sources_of`: where those came from. `sampled`: groups that were selected in total, less
+    those that were given back. `draws`: what the next draw is named by. `forgiven`: samples that a rate owed to groups
+    that have ended, and nobody owes. `batches`: how many times groups were handed out. `used_after`: see
+    `GroupSteps`."""
 
     policy: GroupPolicy
     base: int
@@ -36,6 +37,7 @@ class PoolState(msgspec.Struct):
     ended: bool = False
     groups: dict[str, SiblingGroup] = {}
     fates: dict[str, Fate] = {}
+    sources_of: dict[str, str] = {}
     sources: dict[str, SourceCounters] = {}
     sampled: int = 0
     draws: int = 0
@@ -43,10 +45,16 @@ class PoolState(msgspec.Struct):
     batches: int = 0
     used_after: dict[int, list[UsedGroup]] = {}
 
-    def remember(self, name: str, fate: Fate) -> None:
-        self.fates[name] = fate
+    def remember(self, name: str, fate: Fate, source: str) -> None:
+        """A group of this source has ended."""
+        self.fates[name], self.sources_of[name] = fate, source
         if len(self.fates) > REMEMBERED:
-            del self.fates[next(iter(self.fates))]
+            self.forget(next(iter(self.fates)))
+
+    def forget(self, name: str) -> None:
+        """Nothing is known of this group that has ended."""
+        self.fates.pop(name, None)
+        self.sources_of.pop(name, None)
 
 
 class UsedNumbers(msgspec.Struct):

@@ -51,11 +51,16 @@ class GroupSteps:
         """Those that may be handed out again."""
         return [one.group for one in self._all() if one.group is not None]
 
+    def owner(self, row: int) -> str | None:
+        """The group that has this row, and may be handed out again."""
+        used = self.owners.get(row)
+        return None if used is None or used.group is None else used.group.name
+
     def use_up(self, group: SiblingGroup, clears: bool) -> list[int]:
         """A group is used up. Returns the rows that nobody needs any more."""
         if not self._used:
             return group.rows if clears else []
-        group.is_again = False
+        group.is_again = group.is_surplus = False
         used = UsedGroup(group, clears)
         self._used[self._last].append(used)
         self._own(used)

@@ -135,9 +135,8 @@ class ServerCollector(Collector):
         now = monotonic()
         for partition, pool in controller.groups.pools.items():
             for source, one in pool.state.sources.items():
-                since = controller.groups.consumed_at.get((partition, source), now)
-                has_groups = one.opened > one.consumed + one.evicted
-                starved.add_metric([partition, source], max(0.0, now - since) if has_groups else 0.0)
+                since = controller.groups.uses.at.get((partition, source), now)
+                starved.add_metric([partition, source], max(0.0, now - since) if one.num_live else 0.0)
         return starved
 
     def _group_waits(self, controller: Controller) -> Metric:
