@@ -90,6 +90,8 @@ def test_kv_select_keys_refuses_repeats_and_unknown_keys() -> None:
         keyed().select_keys(["k0", "zz"])
     with pytest.raises(UnknownRows):
         keyed().select_keys(["zz"])
+    with pytest.raises(ValueError, match="not one str"):
+        keyed().select_keys("k0")
 
 
 def test_kv_reorder_is_in_place_and_counts_from_the_end() -> None:

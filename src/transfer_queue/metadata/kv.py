@@ -105,9 +105,11 @@ class KVBatchMeta:
         """The rows with these keys, in this order.
 
         Raises:
-            InvalidInput: a key is repeated.
+            InvalidInput: a key is repeated, or one text stands in place of a list of keys.
             UnknownRows: a key is not in this batch.
         """
+        if isinstance(keys_to_select, str):
+            raise InvalidInput("keys_to_select must be a list of keys, not one str")
         if len(set(keys_to_select)) != len(keys_to_select):
             raise InvalidInput("keys_to_select: Contain duplicate keys.")
         positions = {key: position for position, key in enumerate(self.keys)}
