@@ -126,7 +126,8 @@ class StreamingDataset(IterableDataset[Any]):
         if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)
-        if lease_s is not None and not (isinstance(lease_s, numbers.Real) and 0 < lease_s < float("inf")):
+        given: object = lease_s
+        if lease_s is not None and not (isinstance(given, numbers.Real) and 0 < lease_s < float("inf")):
             raise InvalidInput(f"lease_s must be above 0 seconds, got {lease_s}")
         self.config = config
         self.batch_size = batch_size
