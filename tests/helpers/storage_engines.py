@@ -188,7 +188,9 @@ import os, sys
 from ray.cluster_utils import Cluster
 head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 512 << 20}
 cluster = Cluster(initialize_head=True, head_node_args=head)
-nodes = [cluster.add_node(num_cpus=1, resources={SECOND: 8}, object_store_memory=256 << 20) for _ in range(OTHERS)]
+# Each at an address of its own: a driver may join any node that has its host's, and the keeper is where its driver is.
+more = {"num_cpus": 1, "resources": {SECOND: 8}, "object_store_memory": 256 << 20}
+nodes = [cluster.add_node(node_ip_address=f"127.0.0.{2 + one}", **more) for one in range(OTHERS)]
 print("started", cluster.address, os.getpid(), flush=True)
 for line in sys.stdin:
     cluster.remove_node(nodes.pop(), allow_graceful=False)

@@ -317,6 +317,14 @@ def test_the_keys_of_a_large_partition_go_through_a_pipe(filled: transfer_queue.
     filled.clear_partition("large")
 
 
+@pytest.mark.usefixtures("filled")
+def test_without_a_standard_output_nothing_is_said() -> None:
+    command = [sys.executable, "-c", CODE, "ls", "--address", transfer_queue.address()]
+    shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(shell, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class TestTail:
     """`tq tail`, in a process of its own."""
 

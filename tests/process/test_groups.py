@@ -55,6 +55,19 @@ def made(pool: GroupPool, number: int, size: int = 2, **more: Any) -> None:
         answer(pool, attempt)
 
 
+def test_one_text_names_one_group_and_what_is_no_batch_is_refused(pool: GroupPool) -> None:
+    made(pool, 1)
+    for other in "g1":  # whose ids are the letters of the first one's
+        pool.open(other, 1)
+        answer(pool, pool.claim(1, other)[0])
+    with pytest.raises(InvalidInput, match="batch is a GroupBatch, as select returned it, got BatchMeta"):
+        pool.ack(tq.BatchMeta.empty())  # type: ignore[arg-type]
+    batch = pool.select(3)
+    pool.ack(batch, "g1")
+    pool.release(batch)
+    assert sorted(group.group_id for group in pool.select(2).groups) == ["1", "g"]
+
+
 def test_fields_of_groups_are_named_by_a_list(pool: GroupPool) -> None:
     with pytest.raises(InvalidInput, match="a list of names"):
         pool.select(1, fields="advantage")

@@ -23,6 +23,7 @@ from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.client.effects import Call
+from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import BatchMismatch, DeadlineExceeded, InvalidInput, UnsupportedValue
 from transfer_queue.wire import messages as m
 
@@ -31,6 +32,10 @@ from transfer_queue.wire import messages as m
 def part(request: pytest.FixtureRequest, shared: tq.TransferQueueClient) -> Iterator[str]:
     yield "odd"
     shared.clear_partition("odd")
+
+
+IN_ITSELF: dict[str, Any] = {}
+IN_ITSELF["a"] = IN_ITSELF
 
 
 @dataclasses.dataclass
@@ -460,11 +465,41 @@ def test_what_is_no_integer_is_refused_by_its_type(shared: tq.TransferQueueClien
         ("metadata is a BatchMeta, got int", lambda client: client.put({"x": [1]}, metadata=5)),
         ("metadata is a BatchMeta, got str", lambda client: client.ack("5")),
         ("data_fields is a list of names, got 5", lambda client: client.check_production_status(5, "p")),
+        ("slices is a dict", lambda client: client.take("p", ["x"], 1, "t", slices=True)),
+        ("slices has .'x', 5", lambda _: tq.kv_batch_get("k", "p", "y", slices={"x": Slice(0, 1), 5: Slice(0, 1)})),
+        ("sampling_config: lists and dicts", lambda client: client.take("p", ["x"], 1, "t", sampling_config=IN_ITSELF)),
+        ("sizes is a dict", lambda client: client.set_partition("p", sizes="x")),
+        ("meta is a KVBatchMeta, got NoneType", lambda _: tq.kv_batch_get_by_meta(None)),  # type: ignore[arg-type]
+        ("since is what an earlier kv_watch", lambda _: tq.kv_watch("p", True)),  # type: ignore[arg-type]
+        ("device 9223372036854775808", lambda _: tq.kv_batch_get("k", "p", device=2**63)),  # type: ignore[arg-type]
     ],
 )
 def test_an_argument_of_a_wrong_type_is_named(shared: tq.TransferQueueClient, told: str, call: Any) -> None:
     with pytest.raises(InvalidInput, match=told):
         call(shared)
+
+
+@pytest.mark.parametrize(
+    ("told", "call"),
+    [
+        ("sampling_config is a dict", lambda client: client.take("p", ["x"], 1, "t", sampling_config=5)),
+        ("data_parser is a function", lambda _: tq.kv_put("k", "p", {"x": 1}, data_parser=5)),  # type: ignore[arg-type]
+        ("tags is a list of dicts", lambda _: tq.kv_batch_put(["k"], "p", tags=5)),  # type: ignore[arg-type]
+        ("select_fields is a name or", lambda _: tq.kv_batch_get("k", "p", 5)),  # type: ignore[arg-type]
+        ("select_fields is a name or", lambda _: tq.kv_batch_get("k", "p", [[]])),  # type: ignore[list-item]
+    ],
+)
+def test_what_stands_where_something_else_is_expected_is_named(
+    shared: tq.TransferQueueClient, told: str, call: Any
+) -> None:
+    with pytest.raises(UnsupportedValue, match=told):
+        call(shared)
+
+
+def test_a_place_to_fill_that_is_no_tensor_is_refused(shared: tq.TransferQueueClient, part: str) -> None:
+    metadata = shared.put({"x": torch.ones(2, 2)}, partition_id=part)
+    with pytest.raises(InvalidInput, match="is a dict, expected a tensor"):
+        shared.get_data(metadata, out={"x": {}})  # type: ignore[dict-item]
 
 
 def test_a_wrong_key_is_shown(shared: tq.TransferQueueClient) -> None:

@@ -24,14 +24,24 @@ from transfer_queue.dataloader.acks import Acks
 from transfer_queue.dataloader.feed import Feed
 from transfer_queue.dataloader.lease_owner import LeaseOwner
 from transfer_queue.dataloader.streaming_dataset import chunk_batch_fn, default_fetch_batch_fn
-from transfer_queue.errors import DeadlineExceeded, InternalError
+from transfer_queue.errors import DeadlineExceeded, InternalError, InvalidInput
 from transfer_queue.metadata import BatchMeta
 
 Client = tq.TransferQueueClient
 
 
 @pytest.mark.parametrize(
-    "bad", [{"micro": 0}, {"data_fields": []}, {"dp_rank": -1}, {"lease_s": 0.0}, {"lease_s": float("inf")}]
+    "bad",
+    [
+        {"micro": 0},
+        {"data_fields": []},
+        {"dp_rank": -1},
+        {"lease_s": 0.0},
+        {"lease_s": float("inf")},
+        {"dp_rank": "0"},
+        {"dp_size": 1.5},
+        {"lease_s": "1"},
+    ],
 )
 def test_bad_arguments_are_value_errors(bad: dict[str, Any]) -> None:
     terms = {"batch_size": 4, "micro_batch_size": bad.pop("micro", 2), "data_fields": ["x"], "partition_id": "p"}
@@ -382,6 +392,24 @@ def test_an_error_of_a_fetch_reaches_the_consumer(client: Client) -> None:
 
 
 # state, copies, other processes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"partition_id": None}, {"batch_index": "x"}, {"used_rows": 5}, {"used_rows": [0.5]}, {"returned_rows": 5}],
+)
+def test_a_state_that_is_none_is_refused_and_the_stream_goes_on(client: Client, change: dict[str, Any]) -> None:
+    put(client, 4)
+    stream = dataset()
+    running = iter(stream)
+    next(running)
+    state = stream.state_dict()
+    with pytest.raises(InvalidInput, match="state"):
+        stream.load_state_dict({**state, "partition_id": "elsewhere", **change})
+    with pytest.raises(InvalidInput, match="state"):
+        stream.load_state_dict({"partition_id": "elsewhere"})
+    assert stream.state_dict() == state
+    assert [row for batch, _ in running for row in batch["x"].tolist()] == [2, 3]
 
 
 def test_a_stream_resumes_with_what_was_not_acknowledged(client: Client) -> None:

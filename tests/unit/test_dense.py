@@ -154,7 +154,14 @@ def test_every_number_that_the_dtype_has_can_be_padded_with(part: str, dtype: to
 @pytest.mark.parametrize("pad", ["0", None, {"x": "0"}], ids=str)
 def test_a_bad_padding_is_refused_before_anything_is_fetched(part: str, pad: Any) -> None:
     if pad is None:
-        for bad in ({"side": "up"}, {"multiple": 0}, {"multiple": True}, {"value": "0"}):
+        for bad in (
+            {"side": "up"},
+            {"multiple": 0},
+            {"multiple": True},
+            {"multiple": 2**63},
+            {"value": "0"},
+            {"mask": 1},
+        ):
             with pytest.raises(InvalidInput):
                 tq.Padding(**bad)
         return

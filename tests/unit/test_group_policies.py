@@ -96,6 +96,12 @@ def test_what_a_policy_serves_and_gives_up(policy: GroupPolicy, serves: str, giv
     assert (served(pool), evicted(pool)) == (serves, gives_up)
 
 
+@pytest.mark.parametrize("name", ["serve", "window", "floor"])
+def test_a_setting_that_is_a_text_nobody_can_send_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match=name):
+        GroupPolicy(**{name: "\ud800"})
+
+
 def test_only_windowed_gives_up_what_is_unfinished() -> None:
     pool = buffer_in(GroupPolicy.windowed(1))
     assert pool.state.sources[""].evicted_for == {"stale": 2, "aborted": 1}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer_queue.errors import InvalidInput, UnknownRows
-from transfer_queue.metadata import KVBatchMeta
+from transfer_queue.metadata import BatchMeta, KVBatchMeta
 
 
 def pickled(value: Any) -> Any:
@@ -90,6 +90,8 @@ def test_kv_select_keys_refuses_repeats_and_unknown_keys() -> None:
         keyed().select_keys(["k0", "zz"])
     with pytest.raises(UnknownRows):
         keyed().select_keys(["zz"])
+    with pytest.raises(ValueError, match="not one str"):
+        keyed().select_keys("k0")
 
 
 def test_kv_reorder_is_in_place_and_counts_from_the_end() -> None:
@@ -159,3 +161,12 @@ def test_kv_pickles_before_and_after_its_tags_were_seen() -> None:
 
 def test_kv_repr_is_short_for_many_rows() -> None:
     assert len(repr(KVBatchMeta._build([f"key-{i}" for i in range(10_000)], None, "p", None))) < 200
+
+
+def test_metadata_by_rows_and_by_keys_do_not_join() -> None:
+    by_rows = BatchMeta([0], ["p"])
+    for join in (KVBatchMeta.concat, BatchMeta.concat):
+        with pytest.raises(InvalidInput, match="expected only"):
+            join([keyed(), by_rows])  # type: ignore[list-item]
+    with pytest.raises(InvalidInput, match="expected a BatchMeta"):
+        by_rows.union(keyed())  # type: ignore[arg-type]

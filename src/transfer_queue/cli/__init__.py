@@ -102,6 +102,9 @@ def _options(
 
 def main() -> None:
     """Run the command of `sys.argv`. Errors are a line on stderr and exit with 1, bad usage exits with 2."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this: `tq ls >&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  as long as this process
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a stream of somebody's own
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may not have the sign

@@ -319,6 +319,8 @@ class Operations:
         """Declare how many rows a partition will have in all (`size`) and with some fields (`sizes`), and merge
         `metadata` into its own; creates it. Raises `InvalidInput` for a size below 0."""
         tags = checked_tags([metadata or {}], 1)[0]
+        if sizes is not None and not isinstance(sizes, Mapping):
+            raise InvalidInput(f"sizes is a dict of a number of rows for each field, got {type(sizes).__qualname__}")
         request = m.SetPartition(self.session.next_rid(), partition_id, size, tags, dict(sizes or {}))
         reply = (yield Call(request))[0]
         warn("set_partition", reply.note)

@@ -38,8 +38,10 @@ class Padding:
                 object.__setattr__(self, name, number.item())
         if self.side not in (LEFT, RIGHT):
             raise InvalidInput(f'side is "left" or "right", got {self.side!r}')
-        if type(self.multiple) is not int or self.multiple < 1:
-            raise InvalidInput(f"multiple is an integer of 1 or more, got {self.multiple!r}")
+        if type(self.multiple) is not int or not 1 <= self.multiple < 1 << 32:
+            raise InvalidInput(f"multiple is an integer of 1 or more, below 2**32, got {self.multiple!r}")
+        if not isinstance(self.mask, (bool, str)):
+            raise InvalidInput(f"mask is True, False or a name, got {self.mask!r:.200}")
         if not isinstance(self.value, (int, float)):
             raise InvalidInput(f"value is a number, got {self.value!r}")
 
@@ -68,6 +70,8 @@ def to_dense(data: TensorDict, pad: Pad | None = None) -> TensorDict:
     whose rows differ without a padding, for a value that its dtype does not have, and for masks whose name is taken.
     """
     check_pad(pad)
+    if not isinstance(data, TensorDict):
+        raise InvalidInput(f"data is a TensorDict, got {type(data).__qualname__}")
     if isinstance(pad, Mapping) and not pad.keys() <= set(data.keys()):
         raise InvalidInput(f"pad names fields that are not there: {sorted(pad.keys() - set(data.keys()))}")
     found: dict[str, Any] = {}

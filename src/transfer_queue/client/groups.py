@@ -331,7 +331,7 @@ class GroupOperations:
 
     def filter(self, group_ids: str | Sequence[str]) -> Operation[None]:
         """These groups are not wanted: they are evicted, once they are sealed. Raises `GroupEnded`."""
-        yield _call(self, m.FilterGroups, [group_ids] if isinstance(group_ids, str) else list(group_ids))
+        yield _call(self, m.FilterGroups, _ids(group_ids))
 
     def set_priorities(self, priorities: Mapping[str, float]) -> Operation[None]:
         """These groups have other priorities from now on, from 0 to 1e12: all of them, or none where one is refused. A
@@ -379,21 +379,23 @@ class GroupOperations:
 
     def renew(self, batch: GroupBatch, lease_s: float = LEASE_S) -> Operation[None]:
         """The lease lasts at least `lease_s` from now on. Raises `LeaseExpired`."""
-        if batch.groups:
+        if _checked(batch).groups:
             yield Call(m.RenewGroups(self.session.next_rid(), batch.lease, lease_s))
 
-    def ack(self, batch: GroupBatch, group_ids: Sequence[str] | None = None, clear: bool = False) -> Operation[None]:
+    def ack(
+        self, batch: GroupBatch, group_ids: str | Sequence[str] | None = None, clear: bool = False
+    ) -> Operation[None]:
         """These groups of a batch (default: all) were used. Those that are used up by it (`max_times_sampled` of the
         policy) are gone for good, with `clear` their rows, too; others are offered again. Raises `LeaseExpired` when
         the lease was over before: nothing changes then."""
-        if batch.groups:
-            names = None if group_ids is None else list(group_ids)
+        if _checked(batch).groups:
+            names = None if group_ids is None else _ids(group_ids)
             yield Call(m.AckGroups(self.session.next_rid(), batch.lease, names, clear))
 
-    def release(self, batch: GroupBatch, group_ids: Sequence[str] | None = None) -> Operation[None]:
+    def release(self, batch: GroupBatch, group_ids: str | Sequence[str] | None = None) -> Operation[None]:
         """These groups of a batch (default: all) were not used: they are judged again and offered. Raises as `ack`."""
-        if batch.groups:
-            names = None if group_ids is None else list(group_ids)
+        if _checked(batch).groups:
+            names = None if group_ids is None else _ids(group_ids)
             yield Call(m.ReleaseGroups(self.session.next_rid(), batch.lease, names))
 
     # steps
@@ -440,6 +442,17 @@ class PoolOf(Protocol):
     def session(self) -> Session: ...
     @property
     def partition_id(self) -> str: ...
+
+
+def _checked(batch: Any) -> GroupBatch:
+    if not isinstance(batch, GroupBatch):
+        raise InvalidInput(f"batch is a GroupBatch, as select returned it, got {type(batch).__qualname__}")
+    return batch
+
+
+def _ids(group_ids: str | Iterable[str]) -> list[str]:
+    """Ids of groups: one, or several."""
+    return [group_ids] if isinstance(group_ids, str) else list(group_ids)
 
 
 def _call(pool: PoolOf, kind: Any, *args: Any, wait_s: float = 0.0) -> Call:

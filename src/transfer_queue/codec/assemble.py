@@ -240,6 +240,8 @@ class Assembler:
 
     def _check_out(self, name: str, expected: tuple[int, ...], dtype: torch.dtype) -> None:
         target = self.out[name]
+        if not isinstance(target, torch.Tensor):
+            raise InvalidInput(f"out[{name!r}] is a {type(target).__qualname__}, expected a tensor to fill")
         if -1 in expected or tuple(target.shape) != expected or target.dtype != dtype:
             raise InvalidInput(
                 f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch.distributed
 
 from transfer_queue.errors import InvalidInput
+from transfer_queue.sampler.base import whole_number
 
 
 class Rank(NamedTuple):
@@ -22,6 +23,8 @@ def rank_of(dp_rank: int | None, dp_size: int | None) -> Rank:
     A `dp_rank` alone names peers that share rows, as in 0.1.11: how many ranks there are is not guessed, since with
     tensor parallelism the world is larger. Raises `InvalidInput` for a rank out of range, or one that is not known.
     """
+    dp_rank = None if dp_rank is None else whole_number(dp_rank, "dp_rank")
+    dp_size = None if dp_size is None else whole_number(dp_size, "dp_size")
     if dp_rank is not None and dp_rank < 0:
         raise InvalidInput(f"dp_rank {dp_rank} must be greater than or equal to 0")
     if dp_size is not None and dp_size < 1:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from transfer_queue.dataloader.acks import Receipt, acknowledge
 from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
-from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
+from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
 
@@ -146,6 +146,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StreamingDataset.load_state_dict`; takes effect with the next iterator."""
+        StreamPlace.of(state)
         self._confirm_pending()
         self.stream.load_state_dict(state)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing.context
+import numbers
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
@@ -48,6 +49,28 @@ def default_fetch_batch_fn(
     config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
     meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
     return (tq_client.get_data(meta) if len(meta) else None), meta
+
+
+class StreamPlace(NamedTuple):
+    """Where a stream is: what `StreamingDataset.state_dict` returns."""
+
+    partition_id: str
+    batch_index: int
+    used_rows: list[int]
+    returned_rows: list[int]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StreamPlace:
+        """Raises `InvalidInput` for what is no such state."""
+        names = ("partition_id", "batch_index", "used_rows")
+        if not isinstance(state, Mapping) or not all(name in state for name in names):
+            raise InvalidInput(f"a state has {list(names)}, as state_dict returns it; got {state!r:.200}")
+        partition, index, used = (state[name] for name in names)
+        given_back = state.get("returned_rows", ())
+        if not isinstance(partition, str) or not all(isinstance(rows, Iterable) for rows in (used, given_back)):
+            raise InvalidInput(f"a state has a name of a partition and lists of rows, got {state!r:.200}")
+        rows = [[whole_number(row, "a row of a state") for row in part] for part in (used, given_back)]
+        return cls(str(partition), whole_number(index, "batch_index of a state"), *rows)
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -103,7 +126,8 @@ class StreamingDataset(IterableDataset[Any]):
         if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)
-        if lease_s is not None and not 0 < lease_s < float("inf"):
+        given: object = lease_s
+        if lease_s is not None and not (isinstance(given, numbers.Real) and 0 < lease_s < float("inf")):
             raise InvalidInput(f"lease_s must be above 0 seconds, got {lease_s}")
         self.config = config
         self.batch_size = batch_size
@@ -413,9 +437,10 @@ class StreamingDataset(IterableDataset[Any]):
         return {**place, "returned_rows": returned} if returned else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the first micro-batch that was not acknowledged when `state` was made."""
-        self.step(str(state["partition_id"]))
-        self.batch_index = self._first = int(state["batch_index"])
-        returned = [int(row) for row in state.get("returned_rows", ())]
-        self._used = [*(int(row) for row in state["used_rows"]), *returned]
-        self._returned.update(returned)
+        """Go on with the first micro-batch that was not acknowledged when `state` was made. Raises `InvalidInput`, and
+        nothing has changed, for what `state_dict` did not return."""
+        place = StreamPlace.of(state)
+        self.step(place.partition_id)
+        self.batch_index = self._first = place.batch_index
+        self._used = [*place.used_rows, *place.returned_rows]
+        self._returned.update(place.returned_rows)

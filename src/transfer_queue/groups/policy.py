@@ -197,7 +197,7 @@ def _check(policy: GroupPolicy) -> None:
         value = getattr(policy, name)
         try:
             msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise InvalidInput(f"{name} of a group policy cannot be {value!r}: {error}") from None
         if isinstance(value, int) and not 0 <= value < MAX_COUNT:
             raise InvalidInput(f"{name} of a group policy cannot be {value!r}")

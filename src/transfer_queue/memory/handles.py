@@ -50,7 +50,7 @@ def device_called(name: torch.device | str) -> torch.device:
     name."""
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidInput(f"device {name!r}: {error}") from None
     if device == torch.device("cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,7 @@ from transfer_queue.metadata.columns import (
 )
 from transfer_queue.metadata.contents import REPEATED, BatchContents, same_or_list
 from transfer_queue.metadata.fields import Schema, check_joinable, concat_schema, take_schema
-from transfer_queue.metadata.merge import chunk_bounds, common_service, merge_extra_info, same_value
+from transfer_queue.metadata.merge import check_kind, chunk_bounds, common_service, merge_extra_info, same_value
 from transfer_queue.metadata.views import SampleViews
 
 _ALL = slice(None)
@@ -198,8 +198,10 @@ class BatchMeta(BatchContents):
         An empty or missing side gives a copy of the other one.
 
         Raises:
-            InvalidInput: the rows or their partitions differ.
+            InvalidInput: the rows or their partitions differ, or `other` is no BatchMeta.
         """
+        if other is not None and not isinstance(other, BatchMeta):
+            raise InvalidInput(f"union: expected a BatchMeta, got {type(other).__qualname__}")
         if not other:
             return self.copy()
         if not self:
@@ -226,10 +228,11 @@ class BatchMeta(BatchContents):
         `validate=False` skips the comparison of fields, and the first meta's fields count.
 
         Raises:
-            InvalidInput: the field names differ, or extra_info gives one key two values.
+            InvalidInput: the field names differ, extra_info gives one key two values, or something is no BatchMeta.
             SchemaConflict: the dtypes differ.
         """
         metas = [meta for meta in data if meta]
+        check_kind(metas, BatchMeta)
         if not metas:
             return cls.empty()
         schemas = [meta._frozen_schema() for meta in metas]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transfer_queue.errors import InvalidInput, UnknownRows
-from transfer_queue.metadata.merge import chunk_bounds, common_service, copy_dict, merge_extra_info
+from transfer_queue.metadata.merge import check_kind, chunk_bounds, common_service, copy_dict, merge_extra_info
 
 T = TypeVar("T")
 
@@ -105,9 +105,11 @@ class KVBatchMeta:
         """The rows with these keys, in this order.
 
         Raises:
-            InvalidInput: a key is repeated.
+            InvalidInput: a key is repeated, or one text stands in place of a list of keys.
             UnknownRows: a key is not in this batch.
         """
+        if isinstance(keys_to_select, str):
+            raise InvalidInput("keys_to_select must be a list of keys, not one str")
         if len(set(keys_to_select)) != len(keys_to_select):
             raise InvalidInput("keys_to_select: Contain duplicate keys.")
         positions = {key: position for position, key in enumerate(self.keys)}
@@ -139,9 +141,11 @@ class KVBatchMeta:
         """All rows of `data`, in order; empty metas are skipped. The result's `extra_info` is None when there is none.
 
         Raises:
-            InvalidInput: fields, partitions or extra_info differ, or a key is in two of them.
+            InvalidInput: fields, partitions or extra_info differ, a key is in two of them, or something is no
+                KVBatchMeta.
         """
         metas = [meta for meta in data if meta]
+        check_kind(metas, KVBatchMeta)
         if not metas:
             return cls()
         first = metas[0]

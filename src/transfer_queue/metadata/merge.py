@@ -73,6 +73,13 @@ def merge_extra_info(infos: Iterable[Mapping[str, Any] | None], what: str) -> di
     return merged
 
 
+def check_kind(metas: Iterable[Any], kind: type) -> None:
+    """`InvalidInput` where one of `metas` is something else, such as one by keys among those by rows."""
+    for meta in metas:
+        if not isinstance(meta, kind):
+            raise InvalidInput(f"concat: expected only {kind.__name__}, got {type(meta).__qualname__}")
+
+
 def chunk_bounds(size: int, chunks: int) -> list[tuple[int, int]]:
     """(start, stop) of each of `chunks` pieces; the first `size % chunks` get one row more. ZeroDivisionError for 0."""
     base, extra = divmod(size, chunks)

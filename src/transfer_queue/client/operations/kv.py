@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import columns_of_row, plan_row
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.metadata import KVBatchMeta
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.lives import naming
@@ -163,8 +163,18 @@ def _get(
     strict: bool = False,
     service_id: bytes = b"",
 ) -> m.Get:
-    fields = [select_fields] if isinstance(select_fields, str) else select_fields
+    fields = _selected(select_fields)
     return m.Get(session.next_rid(), partition_id, ops.key_list(keys), None, fields, strict, service_id)
+
+
+def _selected(fields: Any) -> list[str] | None:
+    """The names of one field or of several; None for all. `UnsupportedValue` for what names none."""
+    if fields is None:
+        return None
+    names = [fields] if isinstance(fields, str) else list(fields) if isinstance(fields, Iterable) else [fields]
+    if not all(isinstance(name, str) for name in names):
+        raise UnsupportedValue(f"select_fields is a name or a list of names, got {fields!r:.200}")
+    return names
 
 
 def kv_batch_get_by_meta(
@@ -174,9 +184,11 @@ def kv_batch_get_by_meta(
 
     Raises `InvalidInput` when `meta` lacks partition or fields, `DataLost` when it is of a service that ended.
     """
+    if not isinstance(meta, KVBatchMeta):
+        raise InvalidInput(f"meta is a KVBatchMeta, got {type(meta).__qualname__}")
     if meta.partition_id is None:
         raise InvalidInput("the meta has no partition_id")
-    wanted = [select_fields] if isinstance(select_fields, str) else select_fields
+    wanted = _selected(select_fields)
     if wanted is not None and meta.fields is not None:
         missing = sorted(set(wanted) - set(meta.fields))
         if missing:
@@ -216,6 +228,8 @@ def kv_watch(
         while not enough(kv_list("train")):
             seen = kv_watch("train", seen)
     """
+    if since is not None and not isinstance(since, KeysSeen):
+        raise InvalidInput(f"since is what an earlier kv_watch returned, got {type(since).__qualname__}")
     wait_s = session.timeout_s if timeout_s is None else timeout_s
     is_same = since is not None and since.service_id == session.service_id
     known = since.versions if since is not None and is_same else {}

@@ -25,7 +25,7 @@ from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nb
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
-from transfer_queue.codec.values import is_plain
+from transfer_queue.codec.values import is_plain, is_too_deep
 from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
@@ -94,14 +94,18 @@ def checked_meta(metadata: Any) -> BatchMeta:
 
 def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> None:
     """`InvalidInput` for parts of fields that are not read, and for what is no `Slice`."""
-    for name, one in (slices or {}).items():
+    if slices is None:
+        return
+    if not isinstance(slices, Mapping):
+        raise InvalidInput(f"slices is a dict of a Slice for each field, got {type(slices).__qualname__}")
+    for name, one in slices.items():
         if not isinstance(one, Slice):
             raise InvalidInput(
                 f"slices: {name!r} has a {type(one).__qualname__}, expected a Slice such as tq.Slice(0, 8)"
             )
-    unknown = sorted({*(slices or ())} - set(fields))
+    unknown = sorted(map(repr, set(slices) - set(fields)))
     if unknown:
-        raise InvalidInput(f"slices has {unknown}, which are not among the fields: {list(fields)}")
+        raise InvalidInput(f"slices has [{', '.join(unknown)}], which are not among the fields: {list(fields)}")
 
 
 def waiting(session: Session, timeout_s: float | None) -> tuple[float, bool]:
@@ -143,9 +147,16 @@ def fetch(
 def checked_sampling(sampling_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """`sampling_config` as it travels; the sampler gets tuples as lists, tensors as arrays, and numbers as Python's.
 
-    Raises `UnsupportedValue` unless it is plain data and arrays of numbers.
+    Raises `UnsupportedValue` unless it is a dict of plain data and arrays of numbers.
     """
-    return {} if sampling_config is None else _as_sent(dict(sampling_config))
+    if sampling_config is None:
+        return {}
+    if not isinstance(sampling_config, Mapping):
+        raise UnsupportedValue(f"sampling_config is a dict, got {type(sampling_config).__qualname__}")
+    if is_too_deep(sampling_config, m.MAX_NESTING):
+        raise InvalidInput(f"sampling_config: lists and dicts in each other, more than {m.MAX_NESTING} deep")
+    sent: dict[str, Any] = _as_sent(dict(sampling_config))
+    return sent
 
 
 def _as_sent(value: Any) -> Any:
@@ -233,6 +244,8 @@ def planned(session: Session, batch: Batch, parser: Parser | None) -> Operation[
 def parsed(batch: Batch, parser: Parser | None) -> Batch:
     """A batch after `parser`, where there is one."""
     if parser is not None:
+        if not callable(parser):
+            raise UnsupportedValue(f"data_parser is a function of a dict of columns, got {type(parser).__qualname__}")
         count = num_rows(batch)
         columns = dict(items_of(batch))
         parsed = parser({name: _for_parser(column) for name, column in columns.items()})

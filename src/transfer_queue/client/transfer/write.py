@@ -169,6 +169,8 @@ def is_on(session: Session, name: str, asked: bool | None) -> bool:
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:
     """Tags ready for the wire, types kept; `InvalidInput` or `UnsupportedValue` when they are not one dict per row."""
+    if not hasattr(tags, "__len__"):
+        raise UnsupportedValue(f"tags is a list of dicts, got {type(tags).__qualname__}")
     if len(tags) != count:
         raise InvalidInput(f"{len(tags)} tags for {count} rows")
     return [_tag(tag, row) for row, tag in enumerate(tags)]

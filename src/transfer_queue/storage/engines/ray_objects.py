@@ -184,10 +184,10 @@ def _short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def kept(address: str, keeper: str) -> Iterator[str]:
-    """The address of a cluster with a new keeper of that name, on this node if it can."""
+    """The address of a cluster with a new keeper of that name, on this node: it ends with this process anyway."""
     Cluster.join(address)
     context = ray.get_runtime_context()
-    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False)  # a soft one Ray puts on any node
     actor = (
         ray.remote(ObjectKeeper)
         .options(
