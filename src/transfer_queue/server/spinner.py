@@ -8,13 +8,13 @@ import time
 
 COST = 5  # a look in vain takes the processor time that so many requests, found awake, save
 MAX_CREDIT = 64
-TRY_AGAIN = 32  # without credit every so-many-th request is followed by a look: clients may have changed
+TRY_AGAIN = 100  # without credit after so many requests the next is followed by a look: clients may have changed
 
 
 class Spinner:
     """Keeps an event loop from sleeping for `spin_s` after a request. A processor that sleeps takes longer to wake, and
-    has colder caches, than most requests take: one client that calls again and again waits less than half as long for
-    its answers, and the server needs no more processor time for each.
+    has colder caches, than most requests take: one client that calls again and again waits about half as long for its
+    answers. The server looks while such a client works, so it takes more of a processor (docs/benchmarks.md).
 
     Who calls less often than that gains nothing, and a look in vain takes a processor from others. So each request that
     is found by looking earns credit, each look in vain costs `COST`, and without credit the loop sleeps at once.
