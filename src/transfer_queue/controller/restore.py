@@ -22,12 +22,7 @@ from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import Table
 from transfer_queue.controller.taken import TaskSteps
 from transfer_queue.controller.weight_versions import WeightVersions
-from transfer_queue.errors import (
-    CheckpointCorrupt,
-    DataLost,
-    InvalidInput,
-    StoreFull,
-)
+from transfer_queue.errors import CheckpointCorrupt, DataLost, InvalidInput, StoreFull
 from transfer_queue.groups import PoolCore
 from transfer_queue.groups.consistency import is_consistent
 from transfer_queue.sampler.base import BaseSampler
