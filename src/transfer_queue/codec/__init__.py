@@ -6,6 +6,7 @@
     plan              from a batch to the layout of its block
      ├─ filling       the layout in the making, and the copies that fill it
      ├─ lists         lists and numpy arrays as tensor columns
+     │   └─ numbers   many Python numbers as machine numbers at once
      ├─ nested        nested tensors, built and taken apart
      └─ columns       a column as its rows, one by one
     assemble          from rows of blocks to the values that a caller gets

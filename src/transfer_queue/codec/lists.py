@@ -1,8 +1,9 @@
 """Plain Python lists, numpy arrays, and arrays of other libraries (DLPack) as tensor columns.
 
-`struct.pack` converts a list of numbers several times faster than `torch.tensor` (docs/benchmarks.md), and refuses what
-does not fit instead of rounding it. That every item is a number of the list's type is looked at before, which takes as
-long again: `struct` would take a Decimal or a member of an enum for one.
+Many ints of 32 bits, or floats, are converted at once (`codec.numbers`). Others `struct` packs, which refuses what does
+not fit instead of rounding it. That every item is a number of the list's type is looked at before, which takes as long
+again: it would take a Decimal, or a member of an enum, for one. Both are faster than `torch.tensor`
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from transfer_queue.codec.layout import offsets_of
+from transfer_queue.codec.numbers import exact_numbers
 from transfer_queue.codec.registry import registered
 from transfer_queue.errors import UnsupportedValue
 from transfer_queue.memory.bytes import Ints
 
+FLOAT32_INTS = 1 << 24  # it holds all ints up to this one
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FORMATS = {int: ("q", torch.int64), float: ("f", torch.float32), bool: ("?", torch.bool)}
 
@@ -87,6 +90,9 @@ def numbers(values: Sequence[Any]) -> torch.Tensor | tuple[torch.Tensor, Ints] |
     """
     kind = type(values[0])
     if kind in _FORMATS:
+        found = _at_once([values], kind) if type(values) is list else None
+        if found is not None:
+            return found
         packed = _pack(values, _kind(values))
         return None if packed is None else torch.frombuffer(packed[0], dtype=packed[1])
     if kind is not list:
@@ -101,6 +107,9 @@ def _joined(rows: Sequence[list[Any]]) -> tuple[torch.Tensor, Ints] | None:
     kind: type | None = type(first)
     if first is None or kind not in _FORMATS:
         return None
+    found = _at_once(rows, kind)
+    if found is not None:
+        return found, offsets_of([len(row) for row in rows])
     parts = []
     for row in rows:
         packed = _pack(row, kind)
@@ -110,6 +119,18 @@ def _joined(rows: Sequence[list[Any]]) -> tuple[torch.Tensor, Ints] | None:
             return _joined_as(rows, kind)
         parts.append(packed[0])
     return _assemble(rows, parts, kind)
+
+
+def _at_once(rows: Sequence[list[Any]], kind: type) -> torch.Tensor | None:
+    found = exact_numbers(rows, kind)
+    if found is None or kind is int:
+        return None if found is None else torch.from_numpy(found.astype(np.int64))
+    with np.errstate(over="ignore"):
+        rounded = found.astype(np.float32)
+    grew = np.isinf(rounded)
+    if grew.any() and np.isfinite(found[grew]).any():
+        return None
+    return torch.from_numpy(rounded)
 
 
 def _joined_as(rows: Sequence[list[Any]], kind: type) -> tuple[torch.Tensor, Ints] | None:
@@ -168,7 +189,11 @@ def _are_of(row: Sequence[Any], kind: type) -> bool:
     inexact = {one for one in kinds if one is float or issubclass(one, np.floating)}
     if not all(one is int or issubclass(one, np.integer) for one in kinds - inexact):
         return False
-    return all(type(item) in inexact or float(np.float32(item)) == item for item in row)
+    return all(type(item) in inexact or -FLOAT32_INTS <= item <= FLOAT32_INTS or _is_held(item) for item in row)
+
+
+def _is_held(number: Any) -> bool:
+    return bool(float(np.float32(number)) == number)
 
 
 def _overflows(number: float) -> bool:
