@@ -25,7 +25,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(spinner, "time", clock)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
+    monkeypatch.setattr(spinner, "usable_processors", lambda: 2.0)
     return clock
 
 
@@ -97,14 +97,14 @@ def test_a_burst_pays_for_the_look_after_it(clock: Clock) -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("spin_s", "processors"), [(0.0, {0, 1}), (SPIN_S, {0})])
+@pytest.mark.parametrize(("spin_s", "processors"), [(0.0, 2.0), (SPIN_S, 1.5)])
 def test_told_not_to_or_without_a_second_processor_it_never_looks(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, spin_s: float, processors: set[int]
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, spin_s: float, processors: float
 ) -> None:
     async def test() -> None:
         looker = Spinner(spin_s)
         looker.handled()
         assert not looker.spins
 
-    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: processors)
+    monkeypatch.setattr(spinner, "usable_processors", lambda: processors)
     run(test)

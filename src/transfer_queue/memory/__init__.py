@@ -3,6 +3,7 @@
 
 bytes         memory as arrays: what keeps it alive, and where it lies
 copy          copies at memory speed, split between threads
+processors    how many processors this process may use
 pool          huge-page buffers that are reused
 heap          what the C library keeps of memory that was freed
 memfd         files without a name: how memory is shared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from transfer_queue.memory.bytes import PAGE, Bytes, Ints, address_of
+from transfer_queue.memory.processors import usable_processors
 
 T = TypeVar("T")
 THREADED_NBYTES = 4 << 20
@@ -29,7 +31,7 @@ class Mover:
     """Copies bytes; splits large work between the calling thread and helpers. Usable from many threads."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._helpers = max(0, (num_threads or min(4, os.cpu_count() or 1)) - 1)
+        self._helpers = max(0, (num_threads or min(4, math.ceil(usable_processors()))) - 1)
         self._pool: ThreadPoolExecutor | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._pid = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
+
+from transfer_queue.memory.processors import usable_processors
 
 COST = 5  # a look in vain takes the processor time that so many requests, found awake, save
 MAX_CREDIT = 64
@@ -22,7 +23,7 @@ class Spinner:
     """
 
     def __init__(self, spin_s: float) -> None:
-        alone = len(os.sched_getaffinity(0)) == 1  # a client cannot run while this looks
+        alone = usable_processors() < 2  # a client cannot run while this looks
         self._spin_s = 0.0 if alone else spin_s
         self._until = 0.0
         self.spins = False

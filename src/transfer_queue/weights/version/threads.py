@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-NUM_THREADS = min(8, os.cpu_count() or 1)
+from transfer_queue.memory.processors import usable_processors
+
+NUM_THREADS = min(8, math.ceil(usable_processors()))
 AHEAD_NBYTES = NUM_THREADS * (32 << 20)
 ALONE_NBYTES = 8 << 20  # copied within a millisecond or two: among busy processes a thread needs longer to begin
 T = TypeVar("T")
