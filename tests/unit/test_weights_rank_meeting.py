@@ -355,7 +355,7 @@ def test_a_rank_that_gave_up_before_rank_0_did_meets_it_at_its_next_call(
         GroupMeeting(1, 2).find(0.01)
     leading, fault = GroupMeeting(0, 2), DeadlineExceeded("the servers do not answer")
     if waits:
-        with pytest.raises(DeadlineExceeded, match="rank 1 did not come"):
+        with pytest.raises(DeadlineExceeded):
             leading.tell(MeetingPlace("a life before"), Deadline(0.01))
     leading.tell_fault(fault)
     call = BackgroundCall("tq-test", lambda: GroupMeeting(1, 2).find(ROOM_S))

@@ -25,7 +25,7 @@ from tensordict import TensorDict
 from transfer_queue.codec import mixing
 from transfer_queue.codec.arrays import BufferReader
 from transfer_queue.codec.columns import rows_of
-from transfer_queue.codec.dtypes import torch_dtype
+from transfer_queue.codec.dtypes import lying_as, torch_dtype
 from transfer_queue.codec.layout import DAMAGED, Column, ColumnTemplate, offsets_of
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.nested import Offsets, jagged, strided
@@ -440,5 +440,6 @@ def _known_shape(shape: tuple[int, ...], merged: tuple[int, ...]) -> tuple[int, 
 def typed(data: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    flat = torch.from_numpy(data).view(dtype)
-    return flat if len(shape) == 1 else flat.view(shape)
+    plain, is_same = lying_as(dtype)
+    found = torch.from_numpy(data.view(plain).reshape(shape))  # a fifth of the time of views by torch
+    return found if is_same else found.view(dtype)

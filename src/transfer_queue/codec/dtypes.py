@@ -1,7 +1,11 @@
-"""torch dtypes by name."""
+"""torch dtypes by name, and as NumPy has them."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
 import torch
 
 from transfer_queue.errors import InvalidInput, ProtocolError, UnsupportedValue
@@ -36,3 +40,14 @@ def torch_dtype(name: str) -> torch.dtype:
         return _BY_NAME[name]
     except KeyError:
         raise ProtocolError(f"this torch has no dtype {name!r}") from None
+
+
+@functools.cache
+def lying_as(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
+    """The dtype of arrays over the same bytes, and whether tensors over these have `dtype`: else they are to be viewed
+    as one, as those of bfloat16, which NumPy lacks."""
+    try:
+        plain = np.dtype(str(dtype).removeprefix("torch."))
+        return plain, torch.from_numpy(np.empty(0, plain)).dtype == dtype
+    except TypeError:
+        return np.dtype(f"i{dtype.itemsize}"), False

@@ -33,7 +33,7 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
 
 MAX_LOOKS = 3
-FEW_ROWS = 64  # up to so many seldom make the 700 objects after which Python begins a collection
+FEW = 64  # up to so many rows and fields seldom make the 700 objects after which Python begins a collection
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
 
@@ -166,7 +166,7 @@ def _assembled(
     count = sum(one.reply.count for one in replies)
     parts = {name: part for name, part in slices.items() if name in schema}
     content = sliced_fields(parts, replies, copier, plain) if parts else {}
-    with collector_pause if count > FEW_ROWS else nullcontext():
+    with collector_pause if max(count, len(schema)) > FEW else nullcontext():
         if len(replies) == 1:
             content |= _fields(assembler, schema, replies[0], parts)
         else:
