@@ -311,6 +311,13 @@ def test_rows_in_ray_die_with_their_writer_and_others_take_their_place(driver: D
         tq.kv_batch_put(keys=keys, partition_id="p", fields={"x": values})
         assert same()
         tq.close()
+
+        from transfer_queue.storage.engines.ray_objects import ObjectKeeper
+
+        keeper = ObjectKeeper()
+        keeper.hold("there", [ray.put(bytes(1 << 20))])
+        ray.experimental.get_object_locations = lambda *_: {}  # its owner was too busy to answer
+        assert keeper.missing(["there", "gone"]) == ["gone"]
         """
     ).finish(LIMIT_S)
 

@@ -4,8 +4,9 @@
 It owns the keeper, which therefore ends with it, and asks the keeper what the server wants to know: a request and an
 answer are a line of JSON each, and the end of its input is its own.
 
-Facts behind it, of Ray 2.60: `ray.get_object_locations` has no entry for an object whose owner is dead, and `ray.wait`
-calls it ready; a process is killed by its own Ray library when the head of its cluster was gone for 60 s.
+Facts behind it, of Ray 2.60: `ray.get_object_locations` has no entry for an object whose owner is dead, or did not
+answer it, and `ray.wait` calls one of a dead owner ready; a process is killed by its own Ray library when the head of
+its cluster was gone for 60 s.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectFetchTimedOutError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from transfer_queue.errors import ServiceUnavailable, StoreFull
@@ -53,7 +62,8 @@ class ObjectKeeper:
     def missing(self, keys: Sequence[str]) -> list[str]:
         held = {key: self._held[key] for key in keys if key in self._held}
         places = ray.experimental.get_object_locations(list(held.values()), LOOK_MS) if held else {}
-        return [key for key in keys if key not in held or not _is_somewhere(places.get(held[key]))]
+        lost = _lost([one for one in held.values() if not _is_somewhere(places.get(one))])
+        return [key for key in keys if key not in held or held[key] in lost]
 
     def drop(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -62,6 +72,21 @@ class ObjectKeeper:
 
 def _is_somewhere(place: dict[str, Any] | None) -> bool:
     return place is not None and bool(place["node_ids"] or place["did_spill"])
+
+
+def _lost(suspects: list[Any]) -> set[Any]:
+    """Those of which Ray says that they are lost when they are to be had. Of an owner that was too busy to say where
+    an object lies it says nothing, as of one that is dead; and what nobody can say now is not given up."""
+    lost = set()
+    known, _ = ray.wait(suspects, num_returns=len(suspects), timeout=LOOK_MS / 1e3) if suspects else ([], [])
+    for one in known:
+        try:
+            ray.get(one, timeout=LOOK_MS / 1e3)
+        except (ObjectFetchTimedOutError, GetTimeoutError):
+            continue
+        except ObjectLostError:
+            lost.add(one)
+    return lost
 
 
 def put(content: Bytes) -> Any:
