@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from tensordict import TensorDict
 
+from transfer_queue.arguments import flag, text
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import all_ended, finished, run_async
@@ -24,8 +25,9 @@ from transfer_queue.dataloader.feed import END, Batch, End, Key, Terms, taking
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire.messages import Lent
 
 Row: TypeAlias = dict[str, Any]
@@ -99,6 +101,8 @@ def _dataset(
     rank: tuple[int | None, int | None],
     terms: tuple[float, int | None, bool | None],
 ) -> StreamingDataset:
+    if not text(task, "task") or not text(partition, "partition_id"):
+        raise InvalidInput(f"a stream needs a partition_id and a task, got {partition!r} and {task!r}")
     size, micro = sizes
     lease_s, max_staleness, prefetch = terms
     dataset = StreamingDataset(
@@ -114,9 +118,9 @@ class Form:
 
     def __init__(self, dense: bool, pad: Pad | None, rows: bool) -> None:
         check_pad(pad)  # before rows are taken for it
-        self._dense = dense or pad is not None
+        self._dense = flag(dense, "dense") or pad is not None
         self._pad = pad
-        self._rows = rows
+        self._rows = flag(rows, "rows")
 
     def of(self, data: TensorDict) -> Delivered:
         if self._dense:
@@ -165,7 +169,7 @@ class Stream(_Streaming):
     ) -> None:
         super().__init__(dataset, form)
         self._loader: StreamingDataLoader | None = None
-        if num_workers:
+        if whole_number(num_workers, "num_workers"):
             context = multiprocessing_context
             self._loader = StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context)
 

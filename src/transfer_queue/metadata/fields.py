@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from transfer_queue.arguments import items, mapping, text
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.metadata.columns import Where, check_length, take
 from transfer_queue.metadata.merge import copy_dict
@@ -37,10 +38,11 @@ def _copy_spec(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_schema(schema: Schema, size: int) -> None:
-    """InvalidInput unless every ragged field has one shape per row."""
-    for name, spec in schema.items():
-        if spec.get(_SHAPES) is not None:
-            check_length(spec[_SHAPES], size, f"per_sample_shapes of field {name!r}")
+    """InvalidInput unless it is a dict of dicts by name, in which every ragged field has one shape per row."""
+    for name, spec in mapping(schema, "field_schema").items():
+        what = f"field_schema of {text(name, 'a field of field_schema')!r}"
+        if mapping(spec, what).get(_SHAPES) is not None:
+            check_length(items(spec[_SHAPES], f"per_sample_shapes in {what}"), size, f"per_sample_shapes in {what}")
 
 
 def take_schema(schema: Schema, where: Where) -> Schema:
