@@ -162,27 +162,39 @@ class _Streaming:
 
 
 class Stream(_Streaming):
-    """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged."""
+    """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged; it ends that
+    one where it still runs."""
 
     def __init__(
         self, dataset: StreamingDataset, form: Form, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         super().__init__(dataset, form)
+        self._running: object | None = None  # the loop that began last, until it ends
         self._loader: StreamingDataLoader | None = None
         if whole_number(num_workers, "num_workers"):
             context = multiprocessing_context
             self._loader = StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context)
 
     def __iter__(self) -> Generator[Any, None, None]:
+        if self._running is not None:
+            self.close()
+        running = self._running = object()
         source = iter(self._dataset if self._loader is None else self._loader)
         try:
             for data, self.meta in source:
                 yield self._form.of(data)
+                if self._running is not running:  # another loop began, and has what this one had
+                    return
         finally:
-            self.close()
+            if self._running is running:
+                self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_running": None}
 
     def close(self) -> None:
         """Give back what was not acknowledged; a next loop goes on there."""
+        self._running = None
         if self._loader is not None:
             self._loader.close()
         self._dataset.close()
@@ -206,8 +218,8 @@ class Stream(_Streaming):
 
 
 class AsyncStream(_Streaming):
-    """See `async_stream`. Each loop goes on where the one before was left. `async with` gives rows back at its end;
-    without, that happens soon after the loop was left."""
+    """See `async_stream`. Each loop goes on where the one before was left, and ends that one, unless another task waits
+    in it. `async with` gives rows back at its end; without, that happens soon after the loop was left."""
 
     def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         super().__init__(dataset, form)
@@ -216,8 +228,8 @@ class AsyncStream(_Streaming):
         self._ended: asyncio.Future[None] | None = None  # of the loop that began last: it has given everything back
 
     def __aiter__(self) -> AsyncGenerator[Any, None]:
-        is_left = self._running is None or self._running() is None
-        running = self._deliveries(self._ended if is_left else None)
+        older = self._running() if self._running is not None else None
+        running = self._deliveries(older, self._ended if older is None else None)
         self._running = weakref.ref(running)
         return running
 
@@ -236,8 +248,14 @@ class AsyncStream(_Streaming):
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    async def _deliveries(self, before: asyncio.Future[None] | None) -> AsyncGenerator[Any, None]:
+    async def _deliveries(
+        self, older: AsyncGenerator[Any, None] | None, before: asyncio.Future[None] | None
+    ) -> AsyncGenerator[Any, None]:
         dataset = self._dataset
+        if older is not None:
+            with contextlib.suppress(RuntimeError):  # another task waits in it just now: both go on
+                await older.aclose()
+            older = None
         await _all_given_back(before)
         client, holder = await asyncio.to_thread(_attached, dataset)
         ended = self._ended = asyncio.get_running_loop().create_future()
