@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 import transfer_queue as tq
 from transfer_queue.errors import InvalidInput, UnsupportedValue
@@ -104,3 +105,29 @@ def test_rows_are_found_by_one_index_of_numpy(shared: tq.TransferQueueClient, pa
     tq.kv_put("k", part, {"x": 1})
     row = shared.get_meta(["x"], 1, part, "force_fetch").indexes[0]
     assert shared.kv_retrieve_keys(row, part) == ["k"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "target"),
+    [
+        ("not memory of its own", torch.zeros(2, 2, device="meta")),
+        ("not memory of its own", torch.zeros(1, 2).expand(2, 2)),
+        ("requires grad", torch.zeros(2, 2, requires_grad=True)),
+    ],
+)
+def test_a_place_that_cannot_be_filled_is_refused(
+    shared: tq.TransferQueueClient, part: str, told: str, target: torch.Tensor
+) -> None:
+    metadata = shared.put({"x": torch.ones(2, 2)}, partition_id=part)
+    with pytest.raises(InvalidInput, match=told):
+        shared.get_data(metadata, out={"x": target})
+
+
+def test_places_are_filled_under_no_grad_and_in_a_tensordict(shared: tq.TransferQueueClient, part: str) -> None:
+    metadata = shared.put({"x": torch.ones(2, 2)}, partition_id=part)
+    weights, places = torch.zeros(2, 2, requires_grad=True), TensorDict({"x": torch.zeros(2, 2)}, batch_size=[2])
+    with torch.no_grad():
+        shared.get_data(metadata, out={"x": weights})
+    shared.get_data(metadata, out=places)  # type: ignore[arg-type]
+    assert bool((weights == 1).all())
+    assert bool((places["x"] == 1).all())
