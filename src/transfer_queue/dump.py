@@ -83,7 +83,7 @@ def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str
     try:
         named = [] if isinstance(keys, str) else list(keys)
     except TypeError:
-        named = [keys]
+        raise UnsupportedValue(f"keys is a list of strings, got {keys!r:.200}") from None
     if isinstance(keys, str) or not set(map(type, named)) <= {str}:
         raise UnsupportedValue(f"keys is a list of strings, got {keys!r:.200}")
     folder = folder_at(directory)

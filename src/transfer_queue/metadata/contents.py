@@ -156,7 +156,7 @@ class BatchContents:
         return self._schema
 
     @field_schema.setter
-    def field_schema(self, schema: Schema) -> None:
+    def field_schema(self, schema: Mapping[str, Mapping[str, Any]]) -> None:
         check_schema(schema, self._size)
         self._schema, self._schema_shown = copy_schema(schema), True
 

@@ -6,7 +6,7 @@ never changed in place once a meta holds it, so slices of a meta share it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,12 +24,12 @@ Schema: TypeAlias = "dict[str, dict[str, Any]]"
 _SHAPES = "per_sample_shapes"
 
 
-def copy_schema(schema: Schema) -> Schema:
+def copy_schema(schema: Mapping[str, Mapping[str, Any]]) -> Schema:
     """A copy that may be changed without reaching `schema`."""
     return {name: _copy_spec(spec) for name, spec in schema.items()}
 
 
-def _copy_spec(spec: dict[str, Any]) -> dict[str, Any]:
+def _copy_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     shapes = spec.get(_SHAPES)
     if shapes is None:
         return copy_dict(spec)
@@ -37,7 +37,7 @@ def _copy_spec(spec: dict[str, Any]) -> dict[str, Any]:
     return {**rest, _SHAPES: list(shapes)}  # the shapes themselves are tuples: no need to copy 8192 of them deeply
 
 
-def check_schema(schema: Schema, size: int) -> None:
+def check_schema(schema: Mapping[str, Mapping[str, Any]], size: int) -> None:
     """InvalidInput unless it is a dict of dicts by name, in which every ragged field has one shape per row."""
     for name, spec in mapping(schema, "field_schema").items():
         what = f"field_schema of {text(name, 'a field of field_schema')!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ def get_meta(
     return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
 
 
-def is_given(name: Any, what: str) -> bool:
+def is_given(name: Any, what: str) -> TypeGuard[str]:
     """Whether a partition or task is named. `InvalidInput` for what is no string."""
     return name is not None and text(name, what) != ""
 
@@ -104,7 +104,9 @@ def field_list(names: Iterable[str]) -> list[str]:
 def index_list(global_indexes: Any) -> list[int]:
     """One global index or several of them, as a list."""
     try:
-        indexes = [global_indexes] if isinstance(global_indexes, (int, np.integer)) else list(global_indexes)
+        indexes: list[int] = (
+            [int(global_indexes)] if isinstance(global_indexes, (int, np.integer)) else list(global_indexes)
+        )
     except TypeError:
         raise UnsupportedValue(f"global_indexes are integers, got {global_indexes!r:.200}") from None
     if not indexes:
