@@ -29,7 +29,7 @@ Everything public is reachable from here and loaded on first use, so that a serv
     groups                    groups of siblings: slots, attempts, and which ones a policy serves
     metadata, schema          what a batch is, apart from its data; what a field is
     memory                    bulk memory of a process
-    errors, names             every error, as one tree; which name was probably meant
+    errors, names, arguments  every error, as one tree; which name was probably meant; arguments as callers give them
     claims, wait_queue        who has which names; requests that wait
     structs                   structs that are decoded on their own
     trace                     what processes did and when, as files that join to one timeline

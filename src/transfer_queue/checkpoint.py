@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_128, xxh3_128_digest
 
+from transfer_queue.arguments import flag
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.snapshots import PinnedSnapshot, Refill, refill, snapshot
 from transfer_queue.codec.layout import ALIGN
@@ -69,10 +70,10 @@ def save(
 ) -> None:
     """See `transfer_queue.save_checkpoint`."""
     try:
-        user: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+        user: dict[str, Any] = json.loads(json.dumps(dict({} if metadata is None else metadata)))
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedValue(f"metadata is not JSON: {error}") from None
-    if not include_storage:
+    if not flag(include_storage, "include_storage"):
         log.warning("include_storage=False has no effect: rows live in memory and would be lost, so they are saved")
     folder = folder_at(directory)
     folder.repair(METADATA)

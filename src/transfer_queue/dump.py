@@ -80,11 +80,15 @@ _decode = msgspec.msgpack.Decoder(DumpedRows, ext_hook=Lifting()._lift).decode
 
 def dump(session: Session, directory: str | os.PathLike[str], keys: Sequence[str], partition_id: str) -> dict[str, int]:
     """See `transfer_queue.dump_data_by_key`."""
-    if isinstance(keys, str) or not set(map(type, keys)) <= {str}:
-        raise UnsupportedValue("keys is a list of strings")
+    try:
+        named = [] if isinstance(keys, str) else list(keys)
+    except TypeError:
+        raise UnsupportedValue(f"keys is a list of strings, got {keys!r:.200}") from None
+    if isinstance(keys, str) or not set(map(type, named)) <= {str}:
+        raise UnsupportedValue(f"keys is a list of strings, got {keys!r:.200}")
     folder = folder_at(directory)
     folder.refuse_any()  # before rows are read for it
-    found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(keys))), [])
+    found = DumpedRows(partition_id, _rows(session, partition_id, list(dict.fromkeys(named))), [])
     with folder.creating(INFO) as draft:
         for positions, plan in _plans(session, found):
             data = np.empty(max(1, plan.nbytes), np.uint8)

@@ -106,7 +106,7 @@ def init(conf: Any = None) -> Any:
                     return full
             _warn_of_unused_run_dir(full, get_client().session)
         else:
-            full = settings.merged(conf) if conf else None
+            full = None if conf is None else settings.merged(conf)
             pickling = settings.pickling(full) if full is not None else None
             _warn_of_another_service(full, _TQ_CLIENT.session)
         _choose_pickling(pickling)

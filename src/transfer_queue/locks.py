@@ -63,9 +63,12 @@ def _checked(kind: str, keys: Keys, partition_id: str) -> list[str]:
     """The keys, each once and sorted. Raises for what can't be locked, here and now."""
     if type(partition_id) is not str:
         raise UnsupportedValue(f"partition_id is a string, got {partition_id!r}")
-    found = [keys] if isinstance(keys, str) else list(keys)
+    try:
+        found = [keys] if isinstance(keys, str) else list(keys)
+    except TypeError:
+        raise UnsupportedValue(f"keys is a string or a list of strings, got {keys!r:.200}") from None
     if not set(map(type, found)) <= {str}:
-        raise UnsupportedValue("keys is a string or a list of strings")
+        raise UnsupportedValue(f"keys is a string or a list of strings, got {keys!r:.200}")
     if not found:
         raise InvalidInput(f"{kind}: no keys")
     if _is_inside(kind):

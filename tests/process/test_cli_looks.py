@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,6 +111,30 @@ def test_on_a_narrow_terminal_no_line_is_longer(what: str) -> None:
         lines = ESCAPES.sub("", terminal.text).replace("\r", "").split("\n")
     assert max(map(len, lines)) <= 80
     assert "\x1b[3" not in terminal.text  # a colour
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    ("what", "headings", "names"),
+    [
+        ("tasks", ("ready", "oldest", "leased", "kept", "consumed", "returned", "dead", "stale"), "partition +task"),
+        ("groups", ("version", "running", "eligible", "tickets_out", "waiting", "failed_attempts"), "pool"),
+    ],
+)
+def test_on_a_narrow_terminal_headings_are_whole_and_each_part_names_its_rows(
+    what: str, headings: tuple[str, ...], names: str
+) -> None:
+    with Terminal(what, "--address", transfer_queue.address(), columns=80, NO_COLOR="1") as terminal:
+        assert terminal.end() == 0
+        lines = ESCAPES.sub("", terminal.text).replace("\r", "").split("\n")
+    for heading in headings:
+        assert any(re.search(rf"^{names} .* {heading}( |$)", line) for line in lines), heading
+
+
+@pytest.mark.usefixtures("filled")
+def test_into_a_pipe_a_row_is_a_line() -> None:
+    rows = [line.split() for line in told("tasks").splitlines()]
+    assert [row[:2] for row in rows] == [["partition", "task"], ["train", "actor"], ["train", "bad"]]
 
 
 @pytest.mark.usefixtures("filled")

@@ -443,7 +443,7 @@ def test_floats_of_other_libraries_are_floats(shared: tq.TransferQueueClient, pa
 
 
 def test_what_is_no_integer_is_refused_by_its_type(shared: tq.TransferQueueClient, part: str) -> None:
-    with pytest.raises(InvalidInput, match="an argument of type object"):
+    with pytest.raises(InvalidInput, match="batch_size must be an int, got <object"):
         shared.take(part, ["x"], object(), "t")  # type: ignore[call-overload,arg-type]
     with pytest.raises(InvalidInput, match=r"SetPartition: size: Expected `int \| null`, got `float`"):
         shared.set_partition(part, size=np.float32(2))  # type: ignore[arg-type]
@@ -454,11 +454,11 @@ def test_what_is_no_integer_is_refused_by_its_type(shared: tq.TransferQueueClien
     [
         ("partition_id: Expected `str`, got `int`", lambda client: client.clear_partition(5)),
         (
-            r"data_fields\[1\]: Expected `str`, got `int`",
+            r"data_fields\[1\] is a string, got 1",
             lambda client: client.get_meta(["x", 1], 1, "p", task_name="t"),
         ),
-        ("batch_size: Expected `int`, got `str`", lambda client: client.take("p", ["x"], "1", "t")),
-        ("lease_s: Expected `float`, got `str`", lambda client: client.take("p", ["x"], 1, "t", lease_s="x")),
+        ("batch_size must be an int, got '1'", lambda client: client.take("p", ["x"], "1", "t")),
+        ("lease_s: expected a number of seconds, got 'x'", lambda client: client.take("p", ["x"], 1, "t", lease_s="x")),
         ("metadata is a BatchMeta, got int", lambda client: client.get_data(5)),
         ("metadata is a BatchMeta, got int", lambda client: client.clear_samples(5)),
         ("metadata is a BatchMeta, got int", lambda client: client.set_custom_meta(5)),

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -291,3 +292,15 @@ def test_a_loader_resumes(client: Client) -> None:
     again.load_state_dict(state)
     assert sorted(itertools.chain.from_iterable(numbers(again))) == [2, 3, 4, 5, 6, 7]
     assert used(client) == 8
+
+
+def test_a_stream_with_workers_is_pickled_while_it_runs(client: Client) -> None:
+    put(client, 8)
+    client.set_partition("p", size=8)
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, num_workers=1, multiprocessing_context="fork")
+    running = iter(stream)
+    assert next(running)["x"].tolist() == [0, 1, 2, 3]
+    copied = iter(pickle.loads(pickle.dumps(stream)))  # noqa: S301
+    assert next(copied)["x"].tolist() == [4, 5, 6, 7]
+    copied.close()
+    assert [data["x"].tolist() for data in running] == [[4, 5, 6, 7]]

@@ -50,6 +50,36 @@ def test_a_loop_gets_every_row_and_ends(client: Client, workers: int) -> None:
     assert xs(stream) == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["closed", "asked on"])
+def test_a_loop_that_another_one_followed_takes_nothing_from_it(client: Client, workers: int, way: str) -> None:
+    put(client, 12)
+    client.set_partition("p", size=12)
+    more = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, **more)
+    older = iter(stream)
+    assert next(older)["x"].tolist() == [0, 1, 2, 3]
+    newer = iter(stream)
+    assert next(newer)["x"].tolist() == [0, 1, 2, 3], "the older loop had not acknowledged them"
+    if way == "closed":
+        older.close()
+    assert list(older) == []
+    assert xs(newer) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert used(client) == 12
+
+
+def test_an_asynchronous_loop_ends_the_one_before_and_does_not_wait_for_its_rows(client: Client) -> None:
+    put(client, 4)
+    client.set_partition("p", size=4)
+    stream = tq.async_stream("p", ["x"], task="t", batch_size=4)
+
+    async def nested() -> list[list[int]]:
+        return [data["x"].tolist() async for _ in stream async for data in stream]
+
+    assert asyncio.run(asyncio.wait_for(nested(), 20)) == [[0, 1, 2, 3]]
+    assert used(client) == 4
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("way", ["sys.exit(0)", "next(rows)", "stream.close()", "next(iter(stream))"])
 def test_a_forked_child_that_leaves_its_parents_loop_leaves_the_rows_to_it(

@@ -400,3 +400,38 @@ def test_equality_is_by_value_and_agrees_with_hash() -> None:
     tagged = batch()
     tagged.update_custom_meta([{"x": 1}] * 4)
     assert batch() != tagged
+
+
+ARRAY = np.array([1, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("partition_ids", one) for one in (None, "pq", 5, [None, None], [["p"], ["p"]], {"p": 1, "q": 2})),
+        *(("field_schema", one) for one in (ARRAY, "x", [1], {1: DENSE}, {"a": 1}, {"a": {"per_sample_shapes": 3}})),
+        *(
+            ("production_status", one)
+            for one in ("x", ["a", "b"], [None, 1], [300, 1], [[1], [1, 2]], [float("nan"), 1])
+        ),
+        *(("extra_info", one) for one in (ARRAY, "x", [1], 5)),
+        *(("custom_meta", one) for one in (ARRAY, "xy", 5, [None, {}], [[], {}])),
+    ],
+)
+def test_contents_of_a_wrong_type_are_named(name: str, wrong: object) -> None:
+    given: dict[str, Any] = {"global_indexes": [1, 2], "partition_ids": ["p", "p"], name: wrong}
+    with pytest.raises(InvalidInput, match=name):
+        BatchMeta(**given)
+    if name != "extra_info":
+        with pytest.raises(InvalidInput, match=name):
+            setattr(BatchMeta([1, 2], ["p", "p"]), name, wrong)
+
+
+def test_what_is_no_list_of_metas_or_number_of_parts_is_refused() -> None:
+    meta = BatchMeta([1, 2], ["p", "p"])
+    for call in (lambda: BatchMeta.concat(5), lambda: BatchMeta.concat([5]), lambda: meta.chunk("2")):  # type: ignore[arg-type,list-item]
+        with pytest.raises(InvalidInput):
+            call()  # type: ignore[no-untyped-call]
+    for change in (meta.select_fields, meta.update_extra_info, meta.update_custom_meta):
+        with pytest.raises(InvalidInput):
+            change(5)  # type: ignore[operator]

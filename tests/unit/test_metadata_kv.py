@@ -170,3 +170,19 @@ def test_metadata_by_rows_and_by_keys_do_not_join() -> None:
             join([keyed(), by_rows])  # type: ignore[list-item]
     with pytest.raises(InvalidInput, match="expected a BatchMeta"):
         by_rows.union(keyed())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("keys", one) for one in (None, "ab", 5, [1, 2], [["a"], ["b"]], np.array([1, 0]), {"a": 1, "b": 2})),
+        *(("tags", one) for one in (None, "ab", 5, [None, {}], [1, 2], np.array([1, 0]))),
+        *(("partition_id", one) for one in (5, ["p"], np.array([1, 0]))),
+        *(("fields", one) for one in ("x", 5, [1], [["x"]], np.array([1, 0]))),
+        *(("extra_info", one) for one in ("x", 5, [1], np.array([1, 0]))),
+    ],
+)
+def test_kv_contents_of_a_wrong_type_are_named(name: str, wrong: object) -> None:
+    given: dict[str, Any] = {"keys": ["a", "b"], "tags": [{}, {}], name: wrong}
+    with pytest.raises(InvalidInput, match=name):
+        KVBatchMeta(**given)

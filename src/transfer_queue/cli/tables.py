@@ -1,6 +1,7 @@
 """What is printed: tables, texts that are anybody's, JSON.
 
-On a terminal a table is as wide as that and its cells wrap; where the output goes into a pipe or a file it is as wide
+On a terminal a table is as wide as that: texts wrap, numbers and headings do not, and columns for which there is no
+room come in a table below, again with the names of the rows. Where the output goes into a pipe or a file it is as wide
 as it needs, a row a line. Every text in a table is made harmless: nothing in a key or a tag acts on a terminal.
 """
 
@@ -10,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +21,9 @@ NUMBERS = (int, float)
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 MAX_CELL = 1000  # characters
 MAX_DEPTH = 64
+NAMES = 2  # columns at most that say what a row is
+FOLDED = 16  # characters of a long text side by side, at least
+GAP = 3  # between two columns
 
 
 def harmless(text: str) -> str:
@@ -75,15 +79,58 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     if not sys.stdout.isatty():
         print("\n".join(aligned([columns, *cells], right)))
         return
+    on = console()
+    wanted = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
+    least = [
+        wide if is_right else max(_width(name), min(wide, FOLDED))
+        for name, wide, is_right in zip(columns, wanted, right, strict=True)
+    ]
+    names = max(1, min(NAMES, right.index(True) if True in right else NAMES))
+    for part in stripes(least, names, on.width):
+        widths = shares([least[at] for at in part], [wanted[at] for at in part], on.width - GAP * (len(part) - 1))
+        picked = [[line[at] for at in part] for line in (columns, *cells)]
+        _print_part(on, picked, widths, [right[at] for at in part])
+
+
+def stripes(least: Sequence[int], names: int, width: int) -> list[list[int]]:
+    """Which columns stand together where a table is wider than the terminal: the first `names`, which say what a row
+    is, and some of the others, none of them folded to less than its `least`."""
+    parts = [list(range(names))]
+    for at in range(names, len(least)):
+        if len(parts[-1]) > names and sum(least[one] + GAP for one in [*parts[-1], at]) - GAP > width:
+            parts.append(list(range(names)))
+        parts[-1].append(at)
+    return parts
+
+
+def shares(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int] | None:
+    """How wide each column is: as `wanted`, where there is room, else at its `least` and an equal part of the rest.
+    None where there is none even for that."""
+    left = room - sum(least)
+    if left < 0:
+        return None
+    found, open_ones = list(least), sorted(range(len(least)), key=lambda at: wanted[at] - least[at])
+    for number, at in enumerate(open_ones):
+        more = min(wanted[at] - least[at], left // (len(open_ones) - number))
+        found[at] += more
+        left -= more
+    return found
+
+
+def _print_part(
+    on: Console, lines: Sequence[Sequence[str]], widths: Sequence[int] | None, right: Sequence[bool]
+) -> None:
+    """A table that is not too wide; the first line has its headings."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name, is_right in zip(columns, right, strict=True):
-        made.add_column(name, justify="right" if is_right else "left", overflow="fold")
-    for line in cells:
+    for place, name in enumerate(lines[0]):
+        justify: Literal["left", "right"] = "right" if right[place] else "left"
+        made.add_column(name, justify=justify, overflow="fold", width=None if widths is None else widths[place])
+    for line in lines[1:]:
         made.add_row(*map(printable, line))
-    console().print(made)
+    on.print(made)
 
 
 def is_numeric(column: Iterable[Any]) -> bool:
@@ -93,17 +140,20 @@ def is_numeric(column: Iterable[Any]) -> bool:
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
     """The rows as lines, each column as wide as its widest cell."""
-    from rich.cells import cell_len
-
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(_filled, row, widths, right)).rstrip() for row in rows]
 
 
 def _filled(cell: str, width: int, is_right: bool) -> str:
+    space = " " * (width - _width(cell))
+    return space + cell if is_right else cell + space
+
+
+def _width(cell: str) -> int:
+    """On a terminal, where some signs are two places wide."""
     from rich.cells import cell_len
 
-    space = " " * (width - cell_len(cell))
-    return space + cell if is_right else cell + space
+    return cell_len(cell)
 
 
 def print_json(value: Any) -> None:

@@ -318,7 +318,7 @@ class Operations:
     ) -> Operation[None]:
         """Declare how many rows a partition will have in all (`size`) and with some fields (`sizes`), and merge
         `metadata` into its own; creates it. Raises `InvalidInput` for a size below 0."""
-        tags = checked_tags([metadata or {}], 1)[0]
+        tags = checked_tags([{} if metadata is None else metadata], 1)[0]
         if sizes is not None and not isinstance(sizes, Mapping):
             raise InvalidInput(f"sizes is a dict of a number of rows for each field, got {type(sizes).__qualname__}")
         request = m.SetPartition(self.session.next_rid(), partition_id, size, tags, dict(sizes or {}))
@@ -370,13 +370,7 @@ class Operations:
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> Operation[list[str | None]]:
         """The keys of rows, None where a row has none. Raises `UnknownRows` for an unknown partition, `InvalidInput`
         for no rows."""
-        indexes = [global_indexes] if isinstance(global_indexes, int) else list(global_indexes)
-        if not indexes:
-            raise InvalidInput("global_indexes names no rows")
-        if not all(isinstance(index, (int, np.integer)) for index in indexes):
-            raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
-        if any(not -(2**63) <= index < 2**63 for index in indexes):
-            raise InvalidInput("global_indexes beyond 64 bits: no row has such a number")
+        indexes = ops.index_list(global_indexes)
         request = m.NameRows(self.session.next_rid(), partition_id, np.array(indexes, np.int64).tobytes())
         return (yield Call(request))[0].names
 

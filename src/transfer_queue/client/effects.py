@@ -39,7 +39,7 @@ class Call:
         to: str = "",
         into: memoryview | None = None,
     ) -> None:
-        if wait_s and not (type(wait_s) is float and 0.0 < wait_s <= LONGEST_S):
+        if type(wait_s) is not float or not 0.0 <= wait_s <= LONGEST_S:
             asked, wait_s = wait_s, seconds(wait_s)
             if getattr(request, "timeout_s", None) == asked:
                 request.timeout_s = wait_s  # type: ignore[attr-defined]

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 from tensordict import TensorDict
 
+from transfer_queue.arguments import instance, instances, mapping, number, text, texts
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.describing import batch_meta, committed_meta
 from transfer_queue.client.drivers import awaitable, blocking
-from transfer_queue.client.effects import Call, HoldSession, Operation
+from transfer_queue.client.effects import Call, HoldSession, Operation, seconds
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.steps import step_number
 from transfer_queue.client.session import Session
@@ -60,17 +59,9 @@ class SlotAttempt(NamedTuple):
         num_rows: int = 1,
     ) -> SlotResult:
         """What came of it, for `finish_batch`; each as `finish` takes it."""
-        found = None if reward is None else _number(reward)
-        return SlotResult(self, found, oldest_version, newest_version, tokens, dict(info or {}), num_rows)
-
-
-def _number(reward: Any) -> float:
-    """Of a number, whether Python's, NumPy's or a tensor without dimensions; `InvalidInput` for anything else."""
-    is_scalar = isinstance(reward, (torch.Tensor, np.ndarray, np.generic)) and not reward.ndim
-    number = reward.item() if is_scalar else reward
-    if not isinstance(number, (int, float)):
-        raise InvalidInput(f"a reward is a number, got {reward!r}")
-    return float(number)
+        found = None if reward is None else number(reward, "a reward")
+        told = dict(mapping({} if info is None else info, "info"))
+        return SlotResult(self, found, oldest_version, newest_version, tokens, told, num_rows)
 
 
 class SlotResult(NamedTuple):
@@ -211,10 +202,11 @@ class GroupOperations:
         that go by it. Opening a group twice in the same way changes nothing. Raises `InvalidInput`, and `GroupEnded`
         for an id that was used before.
         """
-        number = None if ticket is None else ticket.number
+        number = None if ticket is None else instance(ticket, GroupTicket, "ticket").number
+        told = dict(mapping({} if prompt is None else prompt, "prompt"))
         least = size if min_size is None else min_size
         yield _call(
-            self, m.OpenGroup, group_id, size, least, source, dict(prompt or {}), start_version, number, refills,
+            self, m.OpenGroup, group_id, size, least, source, told, start_version, number, refills,
             priority,
         )  # fmt: skip
 
@@ -232,10 +224,11 @@ class GroupOperations:
         do `attempt_s` later (default: never) where there is no result, as of a process that is frozen or stuck. Raises
         `DeadlineExceeded`, `GroupEnded`, `InvalidInput`.
         """
-        if attempt_s == 0:  # which would say that it may take for ever
-            raise InvalidInput("attempt_s=0: an attempt takes more than 0 seconds")
+        limit_s = None if attempt_s is None else seconds(attempt_s, "attempt_s")
+        if limit_s == 0:  # which would say that it may take for ever
+            raise InvalidInput(f"attempt_s={attempt_s}: an attempt takes more than 0 seconds")
         wait_s = yield from _taking(self, timeout_s)
-        reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, attempt_s or 0.0, wait_s=wait_s))[0]
+        reply = (yield _call(self, m.ClaimSlots, max_slots, group_id, wait_s, limit_s or 0.0, wait_s=wait_s))[0]
         return [
             SlotAttempt(one.group, one.slot, one.attempt, one.source, one.start, one.target, one.prompt)
             for one in reply.slots
@@ -263,7 +256,7 @@ class GroupOperations:
         others are cleared), `InvalidInput` for another result than the first.
         """
         plan = yield from _placed(self, data)
-        one = attempt.result(
+        one = instance(attempt, SlotAttempt, "attempt").result(
             reward=reward, oldest_version=oldest_version, newest_version=newest_version, tokens=tokens, info=info,
             num_rows=plan.rows if isinstance(plan, BlockPlan) else len(plan),
         )  # fmt: skip
@@ -294,9 +287,9 @@ class GroupOperations:
         `kind`, for the counters: "infra" (a worker, a tool), or "data" (the prompt). An attempt that another one
         followed is ignored.
         """
-        if kind not in KINDS:
+        if text(kind, "kind") not in KINDS:
             raise InvalidInput(f"kind {kind!r}: expected one of {KINDS}")
-        found = [attempts] if isinstance(attempts, SlotAttempt) else attempts
+        found = [attempts] if isinstance(attempts, SlotAttempt) else instances(attempts, SlotAttempt, "attempts")
         yield _call(self, m.FailSlots, [m.Attempt(one.group_id, one.slot, one.attempt) for one in found], kind)
 
     def refills(self, max_groups: int, timeout_s: float | None = None) -> Operation[int]:
@@ -337,7 +330,8 @@ class GroupOperations:
         """These groups have other priorities from now on, from 0 to 1e12: all of them, or none where one is refused. A
         group on a lease is offered again with its new one. Those that have ended are left out. Raises `InvalidInput`.
         """
-        yield _call(self, m.PrioritizeGroups, list(priorities), [float(one) for one in priorities.values()])
+        given = mapping(priorities, "priorities")
+        yield _call(self, m.PrioritizeGroups, list(given), [number(one, "a priority") for one in given.values()])
 
     def retarget(self, group_id: str, target: int) -> Operation[None]:
         """A group of a later version takes the place of one that version `target` lacks; its own place is free again.
@@ -452,7 +446,7 @@ def _checked(batch: Any) -> GroupBatch:
 
 def _ids(group_ids: str | Iterable[str]) -> list[str]:
     """Ids of groups: one, or several."""
-    return [group_ids] if isinstance(group_ids, str) else list(group_ids)
+    return [group_ids] if isinstance(group_ids, str) else texts(group_ids, "group_ids")
 
 
 def _call(pool: PoolOf, kind: Any, *args: Any, wait_s: float = 0.0) -> Call:
@@ -487,7 +481,7 @@ def _finish(
         m.FinishedSlot(
             one.attempt.group_id, one.attempt.slot, one.attempt.attempt, one.reward, one.oldest_version,
             one.newest_version, one.tokens, one.info, one.num_rows,
-        ) for one in results
+        ) for one in instances(results, SlotResult, "results")
     ]  # fmt: skip
     if isinstance(rows, BlockPlan):
         target = TargetRows(pool.partition_id, rows.rows, finishes=finished)

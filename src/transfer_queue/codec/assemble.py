@@ -246,6 +246,10 @@ class Assembler:
             raise InvalidInput(
                 f"out[{name!r}] is {target.dtype} {tuple(target.shape)}; the rows are {dtype} {expected}"
             )
+        if target.is_meta or any(n > 1 and not step for n, step in zip(target.shape, target.stride(), strict=True)):
+            raise InvalidInput(f"out[{name!r}] has not memory of its own for each value")
+        if target.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput(f"out[{name!r}] requires grad: give its detach(), or read under torch.no_grad()")
 
     def _dense(self, data: Bytes, dtype: torch.dtype, count: int, shape: tuple[int, ...]) -> torch.Tensor:
         if not shape or self.plain:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
+from transfer_queue.arguments import flag
 from transfer_queue.bundles import Bundle
 from transfer_queue.client.dense import Pad
 from transfer_queue.dataloader.chunking import chunk_batch_fn
@@ -32,7 +33,7 @@ def replay(
     when the loop comes to a file that is damaged.
     """
     size = None if micro_batch_size is None else positive(micro_batch_size, "micro_batch_size")
-    return BundleStream(Bundle(directory), size, Form(dense, pad, rows), allow_pickle)
+    return BundleStream(Bundle(directory), size, Form(dense, pad, rows), flag(allow_pickle, "allow_pickle"))
 
 
 class BundleStream:

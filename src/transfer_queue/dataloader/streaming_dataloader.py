@@ -81,6 +81,9 @@ class StreamingDataLoader(DataLoader[Any]):
         self.stream = dataset
         self._links: Links | None = None  # to workers that go on from one iteration to the next
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_iterator": None, "_deliveries": None, "_links": None}  # a copy has workers of its own
+
     def __repr__(self) -> str:
         return f"StreamingDataLoader({self.stream!r}, num_workers={self.num_workers})"
 

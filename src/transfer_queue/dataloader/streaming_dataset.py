@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tensordict import TensorDict
 from torch.utils.data import IterableDataset, get_worker_info
 
+from transfer_queue.arguments import flag, text
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.effects import Call
 from transfer_queue.client.operations.rows import field_list, is_over
@@ -49,6 +50,13 @@ def default_fetch_batch_fn(
     config = {**sampling_config, "batch_index": batch_index, "partition_id": partition_id}
     meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
     return (tq_client.get_data(meta) if len(meta) else None), meta
+
+
+def _function(given: Any, name: str) -> Any:
+    """`given`, or `InvalidInput` where it is neither None nor can be called."""
+    if given is not None and not callable(given):
+        raise InvalidInput(f"{name} is a function, got {given!r:.200}")
+    return given
 
 
 class StreamPlace(NamedTuple):
@@ -133,22 +141,23 @@ class StreamingDataset(IterableDataset[Any]):
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self.data_fields = data_fields
-        self.partition_id = partition_id
-        self.task_name = task_name
+        self.partition_id = text(partition_id, "partition_id")
+        self.task_name = text(task_name, "task_name")
         self.dp_rank = rank.number
         self.dp_size = rank.size  # 0: batches are not dealt
-        self.should_check_consumption_status = should_check_consumption_status
-        self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
-        self.process_batch_fn = process_batch_fn or chunk_batch_fn
+        checks = should_check_consumption_status
+        self.should_check_consumption_status = checks is not None and flag(checks, "should_check_consumption_status")
+        self.fetch_batch_fn = _function(fetch_batch_fn, "fetch_batch_fn") or default_fetch_batch_fn
+        self.process_batch_fn = _function(process_batch_fn, "process_batch_fn") or chunk_batch_fn
         self.sampling_config: dict[str, Any] = {"task_name": task_name}
         if rank.number is not None:
             self.sampling_config["dp_rank"] = rank.number
         if rank.size:
             self.sampling_config["dp_size"] = rank.size
         if max_staleness is not None:
-            self.sampling_config["max_staleness"] = max_staleness
+            self.sampling_config["max_staleness"] = whole_number(max_staleness, "max_staleness")
         self.lease_s = None if lease_s is None else float(lease_s)
-        self.prefetch = bool(rank.size) if prefetch is None else prefetch
+        self.prefetch = bool(rank.size) if prefetch is None else flag(prefetch, "prefetch")
         self.until_cleared = False  # whether the stream also ends when its partition is cleared
         self.replays = True  # whether batches stay in `buffer`
         self.buffer: list[Any] = []
@@ -369,6 +378,7 @@ class StreamingDataset(IterableDataset[Any]):
     def step(self, partition_id: str) -> None:
         """Go on with another partition, with an empty buffer. What was delivered counts as used, the rest of the
         batch and what was fetched ahead are offered again."""
+        text(partition_id, "partition_id")
         current = self._begun()
         try:
             self._leave()

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from tensordict import TensorDict
 
+from transfer_queue.arguments import flag, text
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.dense import Pad, check_pad, to_dense
 from transfer_queue.client.drivers import all_ended, finished, run_async
@@ -24,8 +25,9 @@ from transfer_queue.dataloader.feed import END, Batch, End, Key, Terms, taking
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire.messages import Lent
 
 Row: TypeAlias = dict[str, Any]
@@ -99,6 +101,8 @@ def _dataset(
     rank: tuple[int | None, int | None],
     terms: tuple[float, int | None, bool | None],
 ) -> StreamingDataset:
+    if not text(task, "task") or not text(partition, "partition_id"):
+        raise InvalidInput(f"a stream needs a partition_id and a task, got {partition!r} and {task!r}")
     size, micro = sizes
     lease_s, max_staleness, prefetch = terms
     dataset = StreamingDataset(
@@ -114,9 +118,9 @@ class Form:
 
     def __init__(self, dense: bool, pad: Pad | None, rows: bool) -> None:
         check_pad(pad)  # before rows are taken for it
-        self._dense = dense or pad is not None
+        self._dense = flag(dense, "dense") or pad is not None
         self._pad = pad
-        self._rows = rows
+        self._rows = flag(rows, "rows")
 
     def of(self, data: TensorDict) -> Delivered:
         if self._dense:
@@ -158,27 +162,39 @@ class _Streaming:
 
 
 class Stream(_Streaming):
-    """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged."""
+    """See `stream`. Each loop goes on where the one before was left, with the first rows not acknowledged; it ends that
+    one where it still runs."""
 
     def __init__(
         self, dataset: StreamingDataset, form: Form, num_workers: int = 0, multiprocessing_context: Any = None
     ) -> None:
         super().__init__(dataset, form)
+        self._running: object | None = None  # the loop that began last, until it ends
         self._loader: StreamingDataLoader | None = None
-        if num_workers:
+        if whole_number(num_workers, "num_workers"):
             context = multiprocessing_context
             self._loader = StreamingDataLoader(dataset, num_workers=num_workers, multiprocessing_context=context)
 
     def __iter__(self) -> Generator[Any, None, None]:
+        if self._running is not None:
+            self.close()
+        running = self._running = object()
         source = iter(self._dataset if self._loader is None else self._loader)
         try:
             for data, self.meta in source:
                 yield self._form.of(data)
+                if self._running is not running:  # another loop began, and has what this one had
+                    return
         finally:
-            self.close()
+            if self._running is running:
+                self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_running": None}
 
     def close(self) -> None:
         """Give back what was not acknowledged; a next loop goes on there."""
+        self._running = None
         if self._loader is not None:
             self._loader.close()
         self._dataset.close()
@@ -202,8 +218,8 @@ class Stream(_Streaming):
 
 
 class AsyncStream(_Streaming):
-    """See `async_stream`. Each loop goes on where the one before was left. `async with` gives rows back at its end;
-    without, that happens soon after the loop was left."""
+    """See `async_stream`. Each loop goes on where the one before was left, and ends that one, unless another task waits
+    in it. `async with` gives rows back at its end; without, that happens soon after the loop was left."""
 
     def __init__(self, dataset: StreamingDataset, form: Form) -> None:
         super().__init__(dataset, form)
@@ -212,8 +228,8 @@ class AsyncStream(_Streaming):
         self._ended: asyncio.Future[None] | None = None  # of the loop that began last: it has given everything back
 
     def __aiter__(self) -> AsyncGenerator[Any, None]:
-        is_left = self._running is None or self._running() is None
-        running = self._deliveries(self._ended if is_left else None)
+        older = self._running() if self._running is not None else None
+        running = self._deliveries(older, self._ended if older is None else None)
         self._running = weakref.ref(running)
         return running
 
@@ -232,8 +248,14 @@ class AsyncStream(_Streaming):
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    async def _deliveries(self, before: asyncio.Future[None] | None) -> AsyncGenerator[Any, None]:
+    async def _deliveries(
+        self, older: AsyncGenerator[Any, None] | None, before: asyncio.Future[None] | None
+    ) -> AsyncGenerator[Any, None]:
         dataset = self._dataset
+        if older is not None:
+            with contextlib.suppress(RuntimeError):  # another task waits in it just now: both go on
+                await older.aclose()
+            older = None
         await _all_given_back(before)
         client, holder = await asyncio.to_thread(_attached, dataset)
         ended = self._ended = asyncio.get_running_loop().create_future()

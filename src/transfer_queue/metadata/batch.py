@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.arguments import mapping, texts
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata.columns import (
     DictColumn,
@@ -60,16 +61,17 @@ class BatchMeta(BatchContents):
         """One entry per row everywhere; without `production_status` no row is ready.
 
         Raises:
-            InvalidInput: lengths differ, or an index is not an int.
+            InvalidInput: lengths differ, or something is not of the type that is named here.
         """
         ids = int_array(global_indexes, "global_indexes").copy()
-        parts = list(partition_ids)
+        parts = texts(partition_ids, "partition_ids")
+        info = {} if extra_info is None else dict(mapping(extra_info, "extra_info"))
         check_length(parts, len(ids), "partition_ids")
-        self._fill(ids, same_or_list(parts), {}, 0, dict(extra_info or {}), None, None)
-        if field_schema:
-            self.field_schema = {name: dict(spec) for name, spec in field_schema.items()}
+        self._fill(ids, same_or_list(parts), {}, 0, info, None, None)
+        if field_schema is not None:
+            self.field_schema = field_schema
         if production_status is not None:
-            self.production_status = np.asarray(production_status)
+            self.production_status = production_status
         self._tags = DictColumn.given(self._size, custom_meta, "custom_meta")
         self._backend = DictColumn.given(self._size, _custom_backend_meta, "_custom_backend_meta")
 
@@ -147,8 +149,7 @@ class BatchMeta(BatchContents):
 
     def select_fields(self, field_names: Sequence[str]) -> BatchMeta:
         """All rows with only these fields; unknown names are ignored and readiness stays as it is."""
-        if isinstance(field_names, str):
-            raise InvalidInput("field_names must be a list of names, not one str")
+        field_names = texts(field_names, "field_names")
         chosen = self.copy()
         chosen._schema = {name: chosen._schema[name] for name in field_names if name in chosen._schema}
         if not self._backend.blank:
@@ -231,8 +232,7 @@ class BatchMeta(BatchContents):
             InvalidInput: the field names differ, extra_info gives one key two values, or something is no BatchMeta.
             SchemaConflict: the dtypes differ.
         """
-        metas = [meta for meta in data if meta]
-        check_kind(metas, BatchMeta)
+        metas = check_kind(data, BatchMeta)
         if not metas:
             return cls.empty()
         schemas = [meta._frozen_schema() for meta in metas]
@@ -308,7 +308,7 @@ class BatchMeta(BatchContents):
         parts = sorted(set(self._partition_list()))
         return (
             f"BatchMeta(size={self._size}, field_names={self.field_names}, is_ready={self.is_ready}, "
-            f"partitions={parts}, global_indexes={shown}, extra_info={sorted(self.extra_info)})"
+            f"partitions={parts}, global_indexes={shown}, extra_info={sorted(self.extra_info, key=str)})"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.arguments import mapping, mappings
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata.merge import copy_dict, same_value
 
@@ -110,9 +111,9 @@ class DictColumn:
         """Rows written by the caller, all of which count as changed. None or no rows: all empty.
 
         Raises:
-            InvalidInput: there is not one dict per row.
+            InvalidInput: there is not one dict per row, or something else among them.
         """
-        copies = [copy_dict(row) for row in rows or ()]
+        copies = [] if rows is None else [copy_dict(row) for row in mappings(rows, what)]
         if copies or replace:
             check_length(copies, size, what)
         if replace:
@@ -172,7 +173,7 @@ class DictColumn:
 
     def update(self, changes: Sequence[Mapping[str, Any] | None]) -> None:
         """Merges one dict into each row."""
-        copies = [copy_dict(change or _EMPTY) for change in changes]
+        copies = [{} if change is None else copy_dict(mapping(change, "custom_meta")) for change in changes]
         before = self.read()
         if self._shown:
             for row, change in zip(self.show(), copies, strict=True):

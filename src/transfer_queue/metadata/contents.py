@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from transfer_queue.arguments import items, mapping, texts
 from transfer_queue.errors import InvalidInput
 from transfer_queue.metadata.columns import DictColumn, IntArray, Row, Where, check_length, int_array, take
 from transfer_queue.metadata.fields import Schema, check_schema, copy_schema, row_shapes, schema_of
@@ -135,7 +136,7 @@ class BatchContents:
 
     @partition_ids.setter
     def partition_ids(self, values: Iterable[str]) -> None:
-        parts = list(values)
+        parts = texts(values, "partition_ids")
         check_length(parts, self._size, "partition_ids")
         self._parts = parts
 
@@ -155,7 +156,7 @@ class BatchContents:
         return self._schema
 
     @field_schema.setter
-    def field_schema(self, schema: Schema) -> None:
+    def field_schema(self, schema: Mapping[str, Mapping[str, Any]]) -> None:
         check_schema(schema, self._size)
         self._schema, self._schema_shown = copy_schema(schema), True
 
@@ -176,9 +177,7 @@ class BatchContents:
 
     @production_status.setter
     def production_status(self, values: npt.ArrayLike) -> None:
-        status = np.array(values, np.int8)
-        if status.ndim != 1:
-            raise InvalidInput(f"production_status must have one entry per row, got shape {status.shape}")
+        status = _status_array(values)
         check_length(status, self._size, "production_status")
         self._status = status
 
@@ -245,7 +244,7 @@ class BatchContents:
 
     def update_extra_info(self, info_dict: Mapping[str, Any]) -> None:
         """Sets several values of `extra_info`."""
-        self.extra_info.update(info_dict)
+        self.extra_info.update(mapping(info_dict, "info_dict"))
 
     def remove_extra_info(self, key: str) -> Any:
         """Removes a key; its value, or None."""
@@ -300,8 +299,9 @@ class BatchContents:
         """Merges one dict into the tags of each row; None does nothing. InvalidInput on another length."""
         if custom_meta is None:
             return
-        check_length(custom_meta, self._size, "custom_meta")
-        self._tags.update(custom_meta)
+        changes = items(custom_meta, "custom_meta")
+        check_length(changes, self._size, "custom_meta")
+        self._tags.update(changes)
 
     def clear_custom_meta(self) -> None:
         """Removes the tags of all rows."""
@@ -317,6 +317,19 @@ class BatchContents:
     def _forget_tag_edits(self) -> None:
         """The edits are stored: a later put does not send them again."""
         self._tags.forget_edits()
+
+
+def _status_array(values: Any) -> npt.NDArray[np.int8]:
+    """A copy of `values` as int8. InvalidInput where they are no numbers that it has, one per row."""
+    try:
+        given = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of different lengths; torch's of other devices
+        raise InvalidInput(f"production_status: {error}") from None
+    if given.ndim != 1:
+        raise InvalidInput(f"production_status must have one entry per row, got shape {given.shape}")
+    if given.size and (given.dtype.kind not in "biuf" or not ((given >= -128) & (given <= 127)).all()):
+        raise InvalidInput(f"production_status is 1 or 0 for each row, got {values!r:.200}")
+    return given.astype(np.int8)
 
 
 def same_or_list(parts: list[str]) -> str | list[str]:

@@ -6,10 +6,11 @@ never changed in place once a meta holds it, so slices of a meta share it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from transfer_queue.arguments import items, mapping, text
 from transfer_queue.errors import InvalidInput, SchemaConflict
 from transfer_queue.metadata.columns import Where, check_length, take
 from transfer_queue.metadata.merge import copy_dict
@@ -23,12 +24,12 @@ Schema: TypeAlias = "dict[str, dict[str, Any]]"
 _SHAPES = "per_sample_shapes"
 
 
-def copy_schema(schema: Schema) -> Schema:
+def copy_schema(schema: Mapping[str, Mapping[str, Any]]) -> Schema:
     """A copy that may be changed without reaching `schema`."""
     return {name: _copy_spec(spec) for name, spec in schema.items()}
 
 
-def _copy_spec(spec: dict[str, Any]) -> dict[str, Any]:
+def _copy_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     shapes = spec.get(_SHAPES)
     if shapes is None:
         return copy_dict(spec)
@@ -36,11 +37,12 @@ def _copy_spec(spec: dict[str, Any]) -> dict[str, Any]:
     return {**rest, _SHAPES: list(shapes)}  # the shapes themselves are tuples: no need to copy 8192 of them deeply
 
 
-def check_schema(schema: Schema, size: int) -> None:
-    """InvalidInput unless every ragged field has one shape per row."""
-    for name, spec in schema.items():
-        if spec.get(_SHAPES) is not None:
-            check_length(spec[_SHAPES], size, f"per_sample_shapes of field {name!r}")
+def check_schema(schema: Mapping[str, Mapping[str, Any]], size: int) -> None:
+    """InvalidInput unless it is a dict of dicts by name, in which every ragged field has one shape per row."""
+    for name, spec in mapping(schema, "field_schema").items():
+        what = f"field_schema of {text(name, 'a field of field_schema')!r}"
+        if mapping(spec, what).get(_SHAPES) is not None:
+            check_length(items(spec[_SHAPES], f"per_sample_shapes in {what}"), size, f"per_sample_shapes in {what}")
 
 
 def take_schema(schema: Schema, where: Where) -> Schema:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from transfer_queue.arguments import mapping, mappings, text, texts
 from transfer_queue.errors import InvalidInput, UnknownRows
+from transfer_queue.metadata.columns import int_array
 from transfer_queue.metadata.merge import check_kind, chunk_bounds, common_service, copy_dict, merge_extra_info
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ class KVBatchMeta:
     dataclass, and not part of the value that `==` compares.
 
     Raises:
-        InvalidInput: not one tag per key, or repeated keys or fields.
+        InvalidInput: not one tag per key, repeated keys or fields, or something is not of its type.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -34,13 +36,19 @@ class KVBatchMeta:
     extra_info: dict[str, Any] | None = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.keys) != len(self.tags):
-            raise InvalidInput(f"keys and tags must have same length, not {len(self.keys)} and {len(self.tags)}")
+        self.keys, tags = texts(self.keys, "keys"), mappings(self.tags, "tags")
+        if len(self.keys) != len(tags):
+            raise InvalidInput(f"keys and tags must have same length, not {len(self.keys)} and {len(tags)}")
         if len(set(self.keys)) != len(self.keys):
             raise InvalidInput("Got duplicated keys.")
+        if self.partition_id is not None:
+            text(self.partition_id, "partition_id")
+        self.fields = None if self.fields is None else texts(self.fields, "fields")
         if self.fields is not None and len(set(self.fields)) != len(self.fields):
             raise InvalidInput("Got duplicated fields.")
-        self.tags = [copy_dict(tag) for tag in self.tags]
+        if self.extra_info is not None:
+            mapping(self.extra_info, "extra_info")
+        self.tags = [copy_dict(tag) for tag in tags]
         self.extra_info = copy.deepcopy(self.extra_info)
         self._shared_tags: list[dict[str, Any]] | None = None
         self._size = len(self.keys)
@@ -108,8 +116,7 @@ class KVBatchMeta:
             InvalidInput: a key is repeated, or one text stands in place of a list of keys.
             UnknownRows: a key is not in this batch.
         """
-        if isinstance(keys_to_select, str):
-            raise InvalidInput("keys_to_select must be a list of keys, not one str")
+        keys_to_select = texts(keys_to_select, "keys_to_select")
         if len(set(keys_to_select)) != len(keys_to_select):
             raise InvalidInput("keys_to_select: Contain duplicate keys.")
         positions = {key: position for position, key in enumerate(self.keys)}
@@ -125,9 +132,10 @@ class KVBatchMeta:
             InvalidInput: not as many positions as rows, or one row twice.
             IndexError: a position is out of range.
         """
-        if len(indexes) != self.size:
-            raise InvalidInput(f"reorder: a list of {len(indexes)} indexes does not match the {self.size} rows")
-        order = [range(self.size)[index] for index in indexes]
+        wanted = int_array(indexes, "indexes").tolist()
+        if len(wanted) != self.size:
+            raise InvalidInput(f"reorder: a list of {len(wanted)} indexes does not match the {self.size} rows")
+        order = [range(self.size)[index] for index in wanted]
         if len(set(order)) != len(order):
             raise InvalidInput("reorder: Contain duplicate indexes.")
         self.keys, self.tags = _take(self.keys, order), _take(self.tags, order)
@@ -144,8 +152,7 @@ class KVBatchMeta:
             InvalidInput: fields, partitions or extra_info differ, a key is in two of them, or something is no
                 KVBatchMeta.
         """
-        metas = [meta for meta in data if meta]
-        check_kind(metas, KVBatchMeta)
+        metas = check_kind(data, KVBatchMeta)
         if not metas:
             return cls()
         first = metas[0]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from transfer_queue.arguments import items
 from transfer_queue.errors import InvalidInput
 
+T = TypeVar("T")
 _ATOMS = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
 
@@ -73,15 +76,23 @@ def merge_extra_info(infos: Iterable[Mapping[str, Any] | None], what: str) -> di
     return merged
 
 
-def check_kind(metas: Iterable[Any], kind: type) -> None:
-    """`InvalidInput` where one of `metas` is something else, such as one by keys among those by rows."""
+def check_kind(data: Any, kind: type[T]) -> list[T]:
+    """Those of the metas in `data` that have rows; None counts as one without. `InvalidInput` where one is something
+    else, such as one by keys among those by rows."""
+    metas = [meta for meta in items(data, "data") if meta is not None]
     for meta in metas:
         if not isinstance(meta, kind):
             raise InvalidInput(f"concat: expected only {kind.__name__}, got {type(meta).__qualname__}")
+    return [meta for meta in metas if meta]
 
 
 def chunk_bounds(size: int, chunks: int) -> list[tuple[int, int]]:
-    """(start, stop) of each of `chunks` pieces; the first `size % chunks` get one row more. ZeroDivisionError for 0."""
+    """(start, stop) of each of `chunks` pieces; the first `size % chunks` get one row more. ZeroDivisionError for 0,
+    InvalidInput for what is no whole number."""
+    try:
+        chunks = operator.index(chunks)
+    except TypeError:
+        raise InvalidInput(f"chunks is a number of parts, got {chunks!r:.200}") from None
     base, extra = divmod(size, chunks)
     starts = [base * i + min(i, extra) for i in range(chunks + 1)]
     return list(pairwise(starts))

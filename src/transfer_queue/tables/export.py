@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from transfer_queue.arguments import flag, text
 from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.memfd import sync_directory
@@ -53,7 +54,8 @@ class ExportForm(NamedTuple):
 
 def export(session: Session, partition_id: str, target: str | os.PathLike[str], wanted: ExportForm) -> dict[str, int]:
     """See `transfer_queue.export_table`."""
-    if wanted.format not in FORMATS:
+    overwrite = flag(wanted.overwrite, "overwrite")
+    if text(wanted.format, "format") not in FORMATS:
         raise InvalidInput(f"format {wanted.format!r:.80}: expected one of {', '.join(FORMATS)}")
     if is_url(target):
         raise InvalidInput(f"{target!s:.200} is no path of this machine: export to one, and copy what is there")
@@ -61,14 +63,14 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     if place.suffix.lower() in OTHER_FILES:
         raise InvalidInput(f"{place.name!r:.200}: exports are Parquet, to a FILE.parquet or to a directory")
     is_file = place.suffix == SUFFIX and wanted.format == PARQUET
-    if os.path.lexists(place) and not (is_file and wanted.overwrite and place.is_file()):
+    if os.path.lexists(place) and not (is_file and overwrite and place.is_file()):
         raise FileExistsError(f"{place} exists" + ("" if is_file else ": a directory is never replaced"))
     found = table(session, partition_id, as_bytes=wanted.as_bytes, preview_chars=wanted.preview_chars)
     if wanted.columns is not None:
         found = found.select(wanted.columns)
     batches = _told(found, wanted.progress)
     if is_file:
-        return _one_file(place, found, batches, wanted.overwrite)
+        return _one_file(place, found, batches, overwrite)
     write = {PARQUET: _directory, HUGGING_FACE: _dataset, SAVED: _saved_dataset}[wanted.format]
     return write(place, found, batches)
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
+from transfer_queue.arguments import text
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations.overview import overview
 from transfer_queue.client.session import Session
@@ -128,9 +129,8 @@ KINDS: dict[str, tuple[Columns, Callable[[m.ServiceOverview], Iterable[tuple[Any
 
 def overview_table(session: Session, what: str) -> pa.Table:
     """See `transfer_queue.overview_table`."""
-    if what not in KINDS:
-        near = hint(what, KINDS) if isinstance(what, str) else ""
-        raise InvalidInput(f"a look at {what!r}: expected one of {', '.join(KINDS)}{near}")
+    if text(what, "what") not in KINDS:
+        raise InvalidInput(f"a look at {what!r}: expected one of {', '.join(KINDS)}{hint(what, KINDS)}")
     columns, lines_of = KINDS[what]
     lines = list(lines_of(run(session, overview(session, MOST))))
     values = zip(*lines, strict=True) if lines else ([] for _ in columns)

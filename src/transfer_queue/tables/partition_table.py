@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from transfer_queue import arguments
 from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
 from transfer_queue.names import hint
@@ -56,10 +57,11 @@ class PartitionTable:
         """The table of these columns only, each once; others are not read. Raises `InvalidInput` for one that is not
         there."""
         known = {one.about.name: one for one in self._columns}
-        for name in names:
+        wanted = dict.fromkeys(arguments.texts(names, "columns"))
+        for name in wanted:
             if name not in known:
                 raise InvalidInput(f"no column {name!r:.200}{hint(name, known)}")
-        return PartitionTable(self._session, self._listing, [known[name] for name in dict.fromkeys(names)])
+        return PartitionTable(self._session, self._listing, [known[name] for name in wanted])
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, some at a time. Each batch is read when it is asked for; blocks."""
@@ -123,7 +125,8 @@ def table(
         raise InvalidInput(f"preview_chars is a number of characters from 1, or None, got {preview_chars!r}")
     listing = RowListing(session, partition_id, keys)
     wanted = _known("fields", fields, list(listing.fields))
-    for name in _known("as_bytes", as_bytes, wanted):
+    raw = _known("as_bytes", as_bytes, wanted)
+    for name in raw:
         if columns.is_numeric(listing.fields[name]):
             raise InvalidInput(f"as_bytes: field {name!r:.200} has numbers")
     names = ColumnNames()
@@ -132,7 +135,7 @@ def table(
         TableColumn(pa.field(names.new(KEY), pa.large_string())),
     ]
     for name in wanted:
-        field = FieldColumn(listing.fields[name], name in as_bytes, preview_chars)
+        field = FieldColumn(listing.fields[name], name in raw, preview_chars)
         found.append(TableColumn(columns.described_as(names.new(name), field.schema, field.as_bytes), field))
     if named is not None and names.has(named):
         tags = []
@@ -143,12 +146,11 @@ def _known(what: str, given: Sequence[str] | None, known: Sequence[str]) -> list
     """Names that were given, all of `known` for None. Raises `InvalidInput` for others."""
     if given is None:
         return list(known)
-    if isinstance(given, str) or not all(type(name) is str for name in given):
-        raise InvalidInput(f"{what} is a list of strings")
-    for name in given:
+    wanted = dict.fromkeys(arguments.texts(given, what))
+    for name in wanted:
         if name not in known:
             raise InvalidInput(f"{what}: no field {name!r:.200}{hint(name, known)}")
-    return list(dict.fromkeys(given))
+    return list(wanted)
 
 
 def _tag_columns(
@@ -156,9 +158,7 @@ def _tag_columns(
 ) -> list[TableColumn]:
     """The tags of all rows, which are listed by this. A name that no row has gives a column of nulls where it was asked
     for."""
-    if isinstance(wanted, str) or not all(type(name) is str for name in wanted or ()):
-        raise InvalidInput("tags is a list of strings")
-    known = listing.tag_names() if wanted is None else list(dict.fromkeys(wanted))
+    known = listing.tag_names() if wanted is None else list(dict.fromkeys(arguments.texts(wanted, "tags")))
     if wanted is None and len(known) > tag_columns.MAX_NAMES:
         found = tag_columns.together(listing.all_tags())
         return [TableColumn(pa.field(names.new(ALL_TAGS), found.type), tags=found)]

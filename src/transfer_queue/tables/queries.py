@@ -21,6 +21,7 @@ from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.errors import Aborted, InvalidInput, TransferQueueError
 from transfer_queue.names import hint
+from transfer_queue.tables import texts
 from transfer_queue.tables.partition_table import PartitionTable, table
 from transfer_queue.wire import messages as m
 
@@ -39,6 +40,8 @@ def sql(session: Session, query: str) -> pa.Table:
     """See `transfer_queue.sql`. An interrupt ends it at once."""
     if type(query) is not str:
         raise InvalidInput(f"a query is a string, got {type(query).__qualname__}")
+    if texts.clean(query) != query:
+        raise InvalidInput(f"a query is text, got halves of surrogate pairs: {query!r:.200}")
     running = RunningQuery(session, query)
     begun: list[BackgroundCall[pa.Table]] = []
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.arguments import items
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.codec.collector import collector_pause
@@ -47,7 +48,7 @@ class RowListing:
         self._named: m.RowSet | None = None
         if keys is not None:
             with collector_pause:  # of a tag for each row
-                self._named = self._rows_of(list(keys))
+                self._named = self._rows_of(items(keys, "keys"))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from transfer_queue.arguments import flag, text
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.operations import rows as ops
@@ -110,8 +111,7 @@ def _write(
     strict_schema: bool | None,
     dedupe: bool | None,
 ) -> Operation[KVBatchMeta]:
-    if type(partition_id) is not str:
-        raise InvalidInput(f"partition_id is a string, got {partition_id!r}")
+    text(partition_id, "partition_id")
     wire_tags = None if tags is None else checked_tags(tags, len(keys))
     rows = TargetRows(partition_id, len(keys), list(keys), strict_schema=strict_schema)
     if plan is not None and plan.columns:
@@ -163,7 +163,7 @@ def _get(
     strict: bool = False,
     service_id: bytes = b"",
 ) -> m.Get:
-    fields = _selected(select_fields)
+    fields, strict = _selected(select_fields), flag(strict, "strict")
     return m.Get(session.next_rid(), partition_id, ops.key_list(keys), None, fields, strict, service_id)
 
 
@@ -171,7 +171,10 @@ def _selected(fields: Any) -> list[str] | None:
     """The names of one field or of several; None for all. `UnsupportedValue` for what names none."""
     if fields is None:
         return None
-    names = [fields] if isinstance(fields, str) else list(fields) if isinstance(fields, Iterable) else [fields]
+    try:
+        names = [fields] if isinstance(fields, str) else list(fields)
+    except TypeError:
+        names = [fields]
     if not all(isinstance(name, str) for name in names):
         raise UnsupportedValue(f"select_fields is a name or a list of names, got {fields!r:.200}")
     return names
@@ -201,6 +204,8 @@ def kv_batch_get_by_meta(
 def kv_list(session: Session, partition_id: str | None = None) -> Operation[dict[str, dict[str, dict[str, Any]]]]:
     """`{partition: {key: tag}}` of one partition (`{}` when unknown), or of all."""
     listings = session.listings
+    if partition_id is not None:
+        text(partition_id, "partition_id")
     while True:
         request = m.ListKeys(session.next_rid(), partition_id, listings.versions(partition_id))
         found = listings.update((yield Call(request))[0], partition_id)

@@ -41,7 +41,11 @@ class PartitionMap:
 
 def report_replicas(session: Session, replicas: Iterable[m.ReplicaStatus]) -> Operation[None]:
     """See `TransferQueueClient.report_replicas`."""
-    yield Call(m.ReportReplicas(session.next_rid(), list(replicas)))
+    try:
+        found = list(replicas)
+    except TypeError:
+        raise InvalidInput(f"replicas are ReplicaStatus, got {replicas!r:.200}") from None
+    yield Call(m.ReportReplicas(session.next_rid(), found))
 
 
 def overview(session: Session, most: int) -> Operation[m.ServiceOverview]:

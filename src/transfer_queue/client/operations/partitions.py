@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from transfer_queue.arguments import flag, texts
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.effects import Call, Operation, Trying
 from transfer_queue.client.session import Session
@@ -140,7 +141,8 @@ def open_partition(
     way changes nothing. Raises `DeadlineExceeded`, `InvalidInput`.
     """
     wait_s = session.timeout_s if timeout_s is None else timeout_s
-    message = m.OpenPartition(session.next_rid(), partition_id, series, max_open, list(consumers), clear, wait_s)
+    names, clear = texts(consumers, "consumers"), flag(clear, "clear")
+    message = m.OpenPartition(session.next_rid(), partition_id, series, max_open, names, clear, wait_s)
     yield Call(message, wait_s=wait_s)
 
 

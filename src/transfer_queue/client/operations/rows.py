@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from transfer_queue.arguments import text
 from transfer_queue.client.dense import Pad
 from transfer_queue.client.describing import batch_meta, committed_meta, field_specs, warn_repeated
-from transfer_queue.client.effects import Call, HoldSession, Offload, Operation
+from transfer_queue.client.effects import Call, HoldSession, Offload, Operation, seconds
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
@@ -28,6 +29,7 @@ from transfer_queue.codec.slices import Slice
 from transfer_queue.codec.values import is_plain, is_too_deep
 from transfer_queue.errors import BatchMismatch, InvalidInput, MissingParameter, UnknownMode, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.sampler.streaming_token_budget_sampler import BUDGET
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import NUMERIC, numbers_of, pack_array
@@ -36,6 +38,7 @@ log = logging.getLogger("transfer_queue")
 
 Batch: TypeAlias = TensorDictBase | Mapping[str, Any]
 Parser: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+MODES = ("fetch", "insert", "force_fetch")
 
 
 def get_meta(
@@ -50,13 +53,16 @@ def get_meta(
     lease_s: float | None = None,
     token_budget: int | None = None,
 ) -> Operation[BatchMeta]:
-    if not partition_id or (batch_size is None and token_budget is None):
+    if not is_given(partition_id, "partition_id") or (batch_size is None and token_budget is None):
         raise MissingParameter("get_meta needs partition_id, and batch_size or token_budget")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise UnknownMode(f"mode {mode!r:.200}: expected one of {list(MODES)}")
+    lease_s = lease_length(lease_s)
     if token_budget is not None:
         if mode != "fetch":
             raise UnknownMode(f"mode {mode!r} takes no rows: token_budget is for 'fetch'")
         sampling_config = {**(sampling_config or {}), BUDGET: token_budget}
-    batch_size = 1 if batch_size is None else batch_size
+    batch_size = 1 if batch_size is None else whole_number(batch_size, "batch_size")
     if lease_s is not None and mode != "fetch":
         raise UnknownMode(f"mode {mode!r} takes no rows: lease_s is for 'fetch'")
     if mode == "insert":
@@ -66,9 +72,7 @@ def get_meta(
     if mode == "force_fetch":
         reply = (yield Call(m.Scan(session.next_rid(), partition_id, data_fields)))[0]
         return batch_meta(session.service_id, reply, partition_id, data_fields)
-    if mode != "fetch":
-        raise UnknownMode(f"mode {mode!r}: expected 'fetch', 'insert' or 'force_fetch'")
-    if not task_name:
+    if not is_given(task_name, "task_name"):
         raise UnknownMode("mode 'fetch' needs task_name: which consumer takes the rows")
     if batch_size == 0:
         return BatchMeta.empty()
@@ -76,14 +80,42 @@ def get_meta(
     return (yield from fetch(session, data_fields, batch_size, partition_id, task_name, sampling_config, *terms))
 
 
+def is_given(name: Any, what: str) -> TypeGuard[str]:
+    """Whether a partition or task is named. `InvalidInput` for what is no string."""
+    return name is not None and text(name, what) != ""
+
+
+def lease_length(lease_s: Any) -> float | None:
+    return None if lease_s is None else seconds(lease_s, "lease_s")
+
+
 def field_list(names: Iterable[str]) -> list[str]:
     """`InvalidInput` for one text in place of several names, which would be taken for names of one letter, and for what
     has none."""
     if isinstance(names, str):
         raise InvalidInput(f"data_fields is a list of names, got the text {names!r}")
-    if not isinstance(names, Iterable):
-        raise InvalidInput(f"data_fields is a list of names, got {names!r:.200}")
-    return list(names)
+    try:
+        found = list(names)
+    except TypeError:
+        raise InvalidInput(f"data_fields is a list of names, got {names!r:.200}") from None
+    return [text(name, f"data_fields[{place}]") for place, name in enumerate(found)]
+
+
+def index_list(global_indexes: Any) -> list[int]:
+    """One global index or several of them, as a list."""
+    try:
+        indexes: list[int] = (
+            [int(global_indexes)] if isinstance(global_indexes, (int, np.integer)) else list(global_indexes)
+        )
+    except TypeError:
+        raise UnsupportedValue(f"global_indexes are integers, got {global_indexes!r:.200}") from None
+    if not indexes:
+        raise InvalidInput("global_indexes names no rows")
+    if not all(isinstance(index, (int, np.integer)) for index in indexes):
+        raise UnsupportedValue(f"global_indexes are integers, got {indexes[:8]}")
+    if any(not -(2**63) <= index < 2**63 for index in indexes):
+        raise InvalidInput("global_indexes beyond 64 bits: no row has such a number")
+    return indexes
 
 
 def checked_meta(metadata: Any) -> BatchMeta:
@@ -293,13 +325,13 @@ def put(
     dedupe: bool | None = None,
 ) -> Operation[BatchMeta]:
     if metadata is None:
-        if not partition_id:
+        if not is_given(partition_id, "partition_id"):
             raise InvalidInput("put needs metadata or a partition_id")
         plan = yield from planned(session, data, data_parser)
         rows = TargetRows(partition_id, plan.rows, strict_schema=strict_schema)
         reply = yield from (store_shared if is_on(session, "dedupe", dedupe) else store)(session, plan, rows, None)
         return committed_meta(session.service_id, reply, partition_id, plan.schema(), None)
-    if partition_id is not None and set(checked_meta(metadata).partition_ids) - {partition_id}:
+    if partition_id is not None and set(checked_meta(metadata).partition_ids) - {text(partition_id, "partition_id")}:
         others = sorted(set(metadata.partition_ids) - {partition_id})
         raise InvalidInput(f"partition_id {partition_id!r}, but the metadata has rows of {others[:8]}: leave it out")
     count = _counted(data)

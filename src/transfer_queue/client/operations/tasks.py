@@ -7,6 +7,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from transfer_queue.arguments import flag
 from transfer_queue.client.dense import Pad, check_pad
 from transfer_queue.client.describing import batch_meta, warn_repeated
 from transfer_queue.client.effects import Call, HoldSession, Operation
@@ -17,6 +18,7 @@ from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import UnknownMode
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
 
 
@@ -66,7 +68,9 @@ def take(
     slices: Mapping[str, Slice] | None = None,
 ) -> Operation[tuple[BatchMeta, TensorDict]]:
     check_pad(pad)
-    if not task_name:
+    dense, lease_s = flag(dense, "dense"), ops.lease_length(lease_s)
+    batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
+    if not ops.is_given(task_name, "task_name"):
         raise UnknownMode("take needs task_name: which consumer takes the rows")
     empty = TensorDict({}, batch_size=[0])
     if batch_size == 0:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
+from transfer_queue.arguments import flag
 from transfer_queue.client.describing import field_specs
 from transfer_queue.client.effects import Call, Offload, Operation, Together
 from transfer_queue.client.operations import rows as ops
@@ -208,7 +209,7 @@ def kv_update(
     """
     ops.checked_keys([key])
     chosen = parser if merge is None else merge
-    if empty:
+    if flag(empty, "empty"):
         if values is not None or isinstance(fields, Mapping):
             raise InvalidInput("empty=True must not specify values")
         if chosen is not None:

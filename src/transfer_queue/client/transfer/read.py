@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
+from transfer_queue.arguments import flag
 from transfer_queue.client.dense import Pad, check_pad, has_nested, to_dense
 from transfer_queue.client.effects import Call, Notify, Offload, Operation, Trying
 from transfer_queue.client.remarks import warn_once
@@ -21,6 +22,7 @@ from transfer_queue.client.transfer.parts import sliced_fields
 from transfer_queue.client.transfer.remote import lies_elsewhere, received
 from transfer_queue.codec.assemble import VALUES, Assembler, Decoding
 from transfer_queue.codec.collector import collector_pause
+from transfer_queue.codec.plan import items_of
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
@@ -62,6 +64,7 @@ def read(
     elsewhere, see `received`.
     """
     check_pad(pad)
+    copy, dense, out = flag(copy, "copy"), flag(dense, "dense"), _targets(out)
     where = None if device is None else device_called(device)
     if slices and out and not slices.keys().isdisjoint(out):
         raise InvalidInput(f"out takes whole rows, and parts of rows of {sorted(slices.keys() & out)} are asked for")
@@ -87,6 +90,17 @@ def read(
     if pad is not None or (dense and has_nested(found)):
         found = yield Offload(lambda: to_dense(found, pad), nbytes)
     return found
+
+
+def _targets(out: Any) -> Mapping[str, torch.Tensor]:
+    """The tensors to fill, by field. Raises `InvalidInput` for what is no mapping."""
+    if out is None:
+        return {}
+    if isinstance(out, TensorDictBase):
+        return dict(items_of(out))
+    if not isinstance(out, Mapping):
+        raise InvalidInput(f"out is a dict of a tensor for each field, got {type(out).__qualname__}")
+    return out
 
 
 def _names(parts: Sequence[tuple[m.Get, int]]) -> Callable[[int], str]:

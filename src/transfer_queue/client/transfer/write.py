@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transfer_queue.arguments import flag
 from transfer_queue.client.effects import Call, Notify, Offload, Operation, Together
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
@@ -164,15 +165,17 @@ def noted(rows: TargetRows, reply: m.Committed) -> m.Committed:
 
 def is_on(session: Session, name: str, asked: bool | None) -> bool:
     """What the caller asks for; where it says nothing, what the service says."""
-    return bool(session.config.get(name, False)) if asked is None else asked
+    return bool(session.config.get(name, False)) if asked is None else flag(asked, name)
 
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:
     """Tags ready for the wire, types kept; `InvalidInput` or `UnsupportedValue` when they are not one dict per row."""
-    if not hasattr(tags, "__len__"):
-        raise UnsupportedValue(f"tags is a list of dicts, got {type(tags).__qualname__}")
-    if len(tags) != count:
-        raise InvalidInput(f"{len(tags)} tags for {count} rows")
+    try:
+        found = len(tags)
+    except TypeError:
+        raise UnsupportedValue(f"tags is a list of dicts, got {type(tags).__qualname__}") from None
+    if found != count:
+        raise InvalidInput(f"{found} tags for {count} rows")
     return [_tag(tag, row) for row, tag in enumerate(tags)]
 
 
