@@ -287,7 +287,7 @@ class Steps:
 
     # requests
 
-    def resume(self, message: m.ResumeStep) -> m.Reply:
+    def resume(self, message: m.ResumeStep) -> m.StepResumed:
         """Raises `InvalidInput` for a step that was not marked, or too long ago."""
         for name in message.tasks:
             if name not in self._tasks or message.step not in self._tasks[name].done:
@@ -302,8 +302,8 @@ class Steps:
         return f"it has marks of {list(known.done)}" if known is not None and known.done else "it has no marks"
 
     def check_mark(self, message: m.MarkStep) -> None:
-        """`InvalidInput` for a step before one that was marked, and for no tasks."""
-        if not message.tasks or message.step < 0:
+        """`InvalidInput` for a step before one that was marked, and for no tasks and pools."""
+        if not (message.tasks or message.pools) or message.step < 0:
             raise InvalidInput(f"step {message.step} of tasks {message.tasks}: name a task at least, and a step from 0")
         for name in message.tasks:
             last = next(reversed(self._tasks[name].done), None) if name in self._tasks else None
