@@ -25,6 +25,17 @@ def filled(rows: int, **more: Any) -> tuple[Box, list[int]]:
 # what a task took
 
 
+def test_rows_that_were_lent_again_after_a_restart_are_in_one_batch() -> None:
+    box, rows = filled(4)
+    box.lend(2)
+    box = reloaded(box)  # whoever had them is gone
+    box.ack(box.lend(2)[0])
+    box = reloaded(box)
+    box.mark(1)
+    assert box.taken(1) == [rows[:2]]
+    assert box.resume(0) == (1, 2, 0)
+
+
 def test_a_step_has_the_batches_of_its_task_in_order() -> None:
     box, rows = filled(8)
     first, second = box.fetch(2), box.fetch(3)

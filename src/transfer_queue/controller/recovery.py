@@ -62,6 +62,7 @@ class Recovery:
         controller.reserved_rows, controller.max_rows = self._reserved, self._max_rows
         state.max_rows = self._max_rows
         state.fetching.steps.end_leases()
+        state.fetching.leases.number_above(state.fetching.steps.last_lease)
         state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
         lives = list(state.lineage.ends)

@@ -111,6 +111,11 @@ class Steps:
                 task.take_back(np.flatnonzero(task.lease == REPLAYED), REPLAYED, used=False)
         self._keep_again()
 
+    @property
+    def last_lease(self) -> int:
+        """The highest number of a lease that a batch was taken on: another lease must not pass for it."""
+        return max((known.last_lease for known in self._tasks.values()), default=0)
+
     def used_by(self, name: str, partition: str, row: int) -> list[tuple[int, int]]:
         """(step, number of the batch) of those that a task took this row with; step -1 since the last mark."""
         known = self._tasks.get(name)
