@@ -542,3 +542,19 @@ def test_a_reset_of_one_partition_offers_what_was_kept_in_others() -> None:
     box.resume(0)
     box.reset("t")
     assert {name: box.fetch(4, partition=name) for name in found} == found
+
+
+@pytest.mark.parametrize("how", ["session", "nack", "restart"])
+def test_a_batch_that_came_back_when_it_was_handed_out_once_more_comes_once(how: str) -> None:
+    box, rows = filled(6)
+    box.ack(box.lend(2)[0])
+    box.resume(0)
+    lease, again = box.lend(2)
+    if how == "nack":
+        box.nack(lease)
+    elif how == "session":
+        box.end_session()
+    else:
+        box = reloaded(box)
+    assert box.resume(0) == (1, 2, 0)
+    assert [again, box.fetch(2), box.fetch(2)] == [rows[:2], rows[:2], rows[2:4]]

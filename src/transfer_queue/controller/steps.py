@@ -341,7 +341,10 @@ class Steps:
         known = self._tasks[name]
         segments = [segment for number, segment in known.done.items() if number > step]
         batches = [batch for segment in segments for batch in segment.batches]
-        batches += [part for one, mine in self._with_theirs(name, known.open.batches) for part in one.part(mine)]
+        due = {(batch.partition, row) for batch in known.again for row in batch.rows.tolist()}
+        for one, mine in self._with_theirs(name, known.open.batches):
+            came_back = np.array([(one.partition, row) in due for row in one.own.tolist()], np.bool_)
+            batches += one.part(mine & ~came_back)
         batches += known.again
         deals = [deal for segment in (*segments, known.open) for deal in segment.deals] + known.deals
         known.done = {number: segment for number, segment in known.done.items() if number <= step}
