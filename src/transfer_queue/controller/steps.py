@@ -342,9 +342,9 @@ class Steps:
         segments = [segment for number, segment in known.done.items() if number > step]
         batches = [batch for segment in segments for batch in segment.batches]
         due = {(batch.partition, row) for batch in known.again for row in batch.rows.tolist()}
-        for one, mine in self._with_theirs(name, known.open.batches):
+        for one, latest in self._with_theirs(name, known.open.batches):
             came_back = np.array([(one.partition, row) in due for row in one.own.tolist()], np.bool_)
-            batches += one.part(mine & ~came_back)
+            batches += one.part(latest & ~came_back)
         batches += known.again
         deals = [deal for segment in (*segments, known.open) for deal in segment.deals] + known.deals
         known.done = {number: segment for number, segment in known.done.items() if number <= step}
