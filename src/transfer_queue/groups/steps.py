@@ -93,8 +93,12 @@ class GroupSteps:
         Raises as `check`."""
         self.check(step, policy)
         gone = [row for one in self._all() if one.clears for row in self._drop(one)]
-        for one in self._used.get(step, ()):
-            self._drop(one)
+        since = self._used.pop(step, [])  # marked again: this was used for it, and comes after the step before
+        if self._used:
+            self._used[self._last] += since
+        else:
+            for one in since:
+                self._drop(one)
         self._used[step] = []
         if len(self._used) > MAX_STEPS:
             self._forget_first()
