@@ -135,8 +135,10 @@ class Steps:
             return
         sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
         rows, fields = indexes_of(reply.rows), message.fields
+        was_used = bool(message.lease_s) and not reply.lease  # a rank has its share once more, of which nothing is left
+        repeated = len(rows) if was_used else reply.repeated
         taken = TakenRows(
-            self.next_number, message.partition, rows, fields, message.batch_size, sampling, reply.lease, reply.repeated
+            self.next_number, message.partition, rows, fields, message.batch_size, sampling, reply.lease, repeated
         )
         self.took(message.task, taken)
 

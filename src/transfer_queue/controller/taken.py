@@ -56,8 +56,8 @@ class SavedSteps(msgspec.Struct, array_like=True):
 
 
 class TakenRows(NamedTuple):
-    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks;
-    `lease` is 0 where they were consumed at once."""
+    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks, or
+    all of a share that its rank had used before; `lease` is 0 where they were consumed at once."""
 
     number: int
     partition: str
