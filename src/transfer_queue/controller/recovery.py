@@ -11,7 +11,7 @@ from transfer_queue.controller import facts as f
 from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.controller import Controller
 from transfer_queue.controller.deadlines import NO_TIME
-from transfer_queue.controller.readiness import DELAYED, RESERVED, SPENT, TOO_OLD, Returned
+from transfer_queue.controller.readiness import DELAYED, REPLAYED, RESERVED, SPENT, TOO_OLD, Returned
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.taken import TakenDeal, TakenRows
 from transfer_queue.errors import CheckpointCorrupt, InternalError, JournalCorrupt, TransferQueueError
@@ -88,7 +88,8 @@ class Recovery:
         used = np.frombuffer(fact.used, np.uint8)
         if len(used) != len(slots) or bool((slots < 0).any()):
             raise CheckpointCorrupt("rows that are not there")
-        task.take_back(slots, DELAYED, used=False)
+        for kind in (DELAYED, REPLAYED):  # what is to come once more is kept for it in the end (`Steps.end_leases`)
+            task.take_back(slots, kind, used=False)
         task.consume(task.claim(slots[(used == f.USED) & ~task.consumed[slots]]))
         task.give_back(slots[used != f.USED])
         task.take_back(slots[used == 0], RESERVED, used=False)

@@ -224,25 +224,24 @@ class Steps:
         return mine
 
     def came_back(self, table: Table, name: str, slots: Slots) -> Slots:
-        """Those of these rows, which are free again, that anybody may have. A batch that was handed out once more and
-        came back whole is to be handed out once more again."""
+        """Those of these rows, which came back, that anybody may have. A batch that was handed out once more and came
+        back whole is to be handed out once more again, unless rows of it are held back or dead letters now."""
         known = self._tasks.get(name)
         if known is None or not known.served:
             return slots
-        rows = table.index[slots]
+        rows, task = table.index[slots], table.tasks[name]
+        free = table.index[task.offered(slots)]
         kept = []
-        for batch in list(known.served):
-            back = np.isin(batch.rows, rows) if batch.partition == table.name else np.zeros(1, np.bool_)
-            if back.any():
+        for batch in [one for one in known.served if one.partition == table.name]:
+            if np.isin(batch.rows, rows).any():
                 known.served = [one for one in known.served if one is not batch]
-            if back.all():
+            if np.isin(batch.rows, free).all():
                 kept.append(batch)
         if not kept:
             self._note_again(name)
             return slots
         known.again = sorted([*known.again, *kept], key=lambda batch: batch.number)
         held = np.isin(rows, np.concatenate([batch.rows for batch in kept]))
-        task = table.tasks[name]
         task.reserve(task.offered(slots[held]), REPLAYED)
         self._note_again(name)
         return slots[~held]
