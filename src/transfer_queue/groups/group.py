@@ -141,13 +141,15 @@ class SiblingGroup(msgspec.Struct):
         return True
 
     def start_over(self) -> list[int]:
-        """Every slot that may be tried again is idle. Returns the rows of the results that are gone."""
+        """Every slot that may be tried again is idle, and no attempt of before counts. Returns the rows of the results
+        that are gone."""
         gone: list[int] = []
         for slot in self.slots:
             if slot.result is not None:
                 gone += slot.result.rows
             if slot.state != "failed":
                 slot.state, slot.result = "idle", None
+                slot.attempts += slot.attempts > 0  # the last one is not the last any more
         return gone
 
     @property
