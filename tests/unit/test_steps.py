@@ -130,6 +130,17 @@ def test_an_answer_that_nobody_received_was_not_taken() -> None:
     assert box.taken(1) == [rows]
 
 
+def test_an_answer_that_nobody_received_was_not_taken_for_a_step_that_was_marked_since() -> None:
+    box, rows = filled(4)
+    box.fetch(2, rid=7, received=False)
+    box.mark(1)
+    box.controller.take_back(b"session", 7)
+    assert box.taken(1) == []
+    assert box.fetch(2) == rows[:2]
+    box.mark(2)
+    assert box.resume(0) == (1, 2, 0)
+
+
 def test_the_newest_step_may_be_marked_again_and_no_earlier_one() -> None:
     box, rows = filled(3)
     box.fetch(1)

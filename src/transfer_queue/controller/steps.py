@@ -167,15 +167,16 @@ class Steps:
                 self._ledger.note(f.BatchDealt(name, deal.saved()))
 
     def undone(self, task: str, rows: Slots) -> None:
-        """Nobody got the answer with these rows, which were consumed by it."""
+        """Nobody got the answer with these rows, which were consumed by it. A step may have been marked since."""
         known = self._tasks.get(task)
-        for place in reversed(range(len(known.open.batches) if known is not None else 0)):
-            batch = known.open.batches[place]  # type: ignore[union-attr]
-            if not batch.lease and np.isin(batch.rows, rows).any():
-                if self._ledger is not None:
-                    self._ledger.note(f.BatchUndone(task, rows.tobytes()))
-                del known.open.batches[place]  # type: ignore[union-attr]
-                return
+        for segment in () if known is None else (known.open, *reversed(known.done.values())):
+            for place in reversed(range(len(segment.batches))):
+                batch = segment.batches[place]
+                if not batch.lease and np.isin(batch.rows, rows).any():
+                    if self._ledger is not None:
+                        self._ledger.note(f.BatchUndone(task, rows.tobytes()))
+                    del segment.batches[place]
+                    return
 
     def are_due(self, task: str) -> bool:
         """Whether the task has batches to take once more."""
