@@ -342,8 +342,10 @@ class Simulation:
             (1, lambda: m.Release(rid, recent(self._leases), None)),
             (2, lambda: m.Nack(rid, recent(self._leases), None, pick([0.0, 0.4]), pick(["", "too long"]))),
             (1, lambda: m.Requeue(rid, partition, pick(TASKS), None)),
-            (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([["t", "u"], ["t"]]), [])),
+            (2, lambda: m.MarkStep(rid, pick([below(6), rid]), pick([["t", "u"], ["t"]]), [],
+                                   pools=pick([[], [], [partition]]))),
             (1, lambda: m.ResumeStep(rid, self._marked(), ["t"])),
+            (1, lambda: m.ResumeStep(rid, recent(self._marked_together(partition)), ["t"], [partition])),
             (1, lambda: m.Renew(rid, recent(self._leases), 0.5)),
             (3, lambda: m.Get(rid, partition, keys[:1], None, ["x"], pick([True, False]))),
             (3, lambda: m.Clear(rid, partition, pick([keys, keys, None]), None)),
@@ -399,6 +401,12 @@ class Simulation:
     def _marked(self) -> int:
         steps = self._machine._fetching.steps._tasks
         return int(self._recent([0, *steps["t"].done] if "t" in steps else [0]))
+
+    def _marked_together(self, partition: str) -> list[int]:
+        """Steps that a task and the pool of a partition have marks of."""
+        tasks, pool = self._machine._fetching.steps._tasks, self._machine.groups.pools.get(partition)
+        marked = set(tasks["t"].done) if "t" in tasks else set()
+        return sorted(marked.intersection(() if pool is None else pool.steps.marked)) or [0]
 
     def _locked(self) -> int:
         return int(self._recent([8, *self._machine.locks._held]))

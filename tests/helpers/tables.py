@@ -166,9 +166,10 @@ class Box:
     def requeue(self, rows: Sequence[int] | None = None, task: str = "t", partition: str = "p") -> int:
         return int(self.handle(m.Requeue(1, partition, task, None if rows is None else packed(rows))).count)
 
-    def mark(self, step: int, tasks: Sequence[str] = ("t",), used: Sequence[tuple[int, Any]] = ()) -> None:
+    def mark(self, step: int, tasks: Sequence[str] = ("t",), used: Sequence[tuple[int, Any]] = (),
+             pools: Sequence[str] = ()) -> None:  # fmt: skip
         named = [(lease, None if rows is None else packed(rows)) for lease, rows in used]
-        self.handle(m.MarkStep(1, step, list(tasks), named))
+        self.handle(m.MarkStep(1, step, list(tasks), named, pools=list(pools)))
 
     def resume(self, step: int, tasks: Sequence[str] = ("t",)) -> tuple[int, int, int]:
         """(batches, rows) to come once more, and batches lost."""

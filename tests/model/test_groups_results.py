@@ -213,6 +213,21 @@ def test_rows_of_a_group_that_may_come_again_are_no_other_result_and_stay_when_o
     assert names(box.select()) == ["x"]
 
 
+def test_rows_that_the_user_of_a_group_kept_stay_when_its_result_is_said_again() -> None:
+    box = GroupBox()
+    rows = box.made("x")
+    box.ask(m.AckGroups, box.select().lease, None, False)
+    for _ in range(2):
+        with pytest.raises(GroupEnded):
+            box.finish("x", rows=rows)
+        assert box.rows() == rows
+        box.controller = reloaded(box).controller
+    more = indexes(box.put(1))
+    with pytest.raises(GroupEnded):
+        box.finish("x", rows=more)  # these are nobody's
+    assert box.rows() == rows
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_tokens_of_results_that_came_too_late_are_counted_as_ones_that_nobody_uses(named: bool) -> None:
     box = GroupBox(GroupPolicy.windowed(0))
@@ -232,7 +247,23 @@ def test_tokens_of_results_that_came_too_late_are_counted_as_ones_that_nobody_us
     assert discarded(box) == {"math": 10, "code": 5}
     box.controller = reloaded(box).controller
     box.put_results((*second, 1))
-    assert discarded(box) == {"math": 15, "code": 5}
+    assert discarded(box) == {"math": 10, "code": 5}
+
+
+def test_tokens_of_a_result_count_once_however_often_it_is_said() -> None:
+    box = GroupBox()
+    box.open("used", 1, source="math")
+    box.open("lost", 2, source="code")
+    used, lost, _ = box.claim(3)
+    box.put_results((*used, 1), (*lost, 1))
+    box.ask(m.AckGroups, box.select().lease, None, True)
+    box.ask(m.FilterGroups, ["lost"])
+    box.ask(m.FailSlots, [m.Attempt("lost", 1, 0)], "data")
+    box.finish("lost", *box.claim()[0][1:])
+    for _ in range(2):
+        box.put_results((*used, 1))
+        box.put_results((*lost, 1))
+    assert discarded(box) == {"math": 0, "code": 10}
 
 
 def discarded(box: GroupBox) -> dict[str, int]:

@@ -85,3 +85,21 @@ def test_who_had_groups_when_a_step_was_gone_back_to_has_none(pool: GroupPool) -
         pool.resume(3)
     with pytest.raises(InvalidInput, match="whole number"):
         pool.checkpoint(-1)
+
+
+def test_rows_of_a_task_and_groups_of_a_pool_go_back_together(client: tq.TransferQueueClient, pool: GroupPool) -> None:
+    made(pool, 1), made(pool, 2)
+    tq.kv_batch_put(["a", "b"], "rows", {"x": [1, 2]})
+
+    def learn() -> tuple[list[int], str]:
+        batch = pool.select(1)
+        pool.ack(batch)
+        return client.get_meta(["x"], 1, "rows", task_name="t").global_indexes, batch.groups[0].group_id
+
+    client.checkpoint(0, ["t"], pools=["train"])
+    taken = learn()
+    assert client.resume(0, ["t"], ["train"]) == (1, 1, 0, {"train": (1, 1, 0)})
+    assert learn() == taken
+    with pytest.raises(InvalidInput, match="has no pool"):
+        client.checkpoint(1, ["t"], pools=["rows"])
+    assert client.list_steps("t") == [0]

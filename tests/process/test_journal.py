@@ -172,7 +172,7 @@ def test_steps_come_back_and_a_loop_goes_on_where_it_was_saved(machine: Machine)
     second = fetch(client, 2).global_indexes
     client = machine.reboot().client
     assert client.list_steps("t") == [0, 1]
-    assert client.resume(0, ["t"]) == (2, 4, 0)
+    assert client.resume(0, ["t"]) == (2, 4, 0, {})
     assert [fetch(client, 2).global_indexes for _ in range(2)] == [first, second]
 
 

@@ -83,7 +83,7 @@ def test_a_loop_that_goes_back_gets_the_same_batches(client: tq.TransferQueueCli
         client.checkpoint(step, ["actor"])
     taken.append(take(client).global_indexes)
     assert client.list_steps("actor") == [0, 1, 2, 3]
-    assert client.resume(np.int64(1), ["actor"]) == (3, 12, 0)
+    assert client.resume(np.int64(1), ["actor"]) == (3, 12, 0, {})
     put(client, 4, first=20)
     again = [take(client).global_indexes for _ in range(5)]
     assert again[:3] == taken[1:]
@@ -141,7 +141,7 @@ def test_marks_go_on_when_the_server_is_killed(client: tq.TransferQueueClient) -
     second = take(client).global_indexes
     kill(client.stats()["pid"])
     assert [meta.global_indexes for meta in client.get_step("actor", 1)] == [first]
-    assert client.resume(1, ["actor"]) == (1, 4, 0)
+    assert client.resume(1, ["actor"]) == (1, 4, 0, {})
     standby_of(client)
     kill(client.stats()["pid"])
     assert take(client).global_indexes == second

@@ -216,6 +216,9 @@ def test_a_whole_group_begins_anew_where_the_policy_says_so() -> None:
     assert pool.discarded == [7]
     assert pool.source("").discarded_tokens == result([7]).tokens > 0
     assert pool.idle(9, "x") == [("x", 0), ("x", 1), ("x", 2)]
+    for slot in range(3):  # one that was done, one that failed, and one that still ran
+        with pytest.raises(StaleAttempt):
+            pool.done("x", slot, 0, result([8 + slot]))
     assert is_consistent(pool)
 
 

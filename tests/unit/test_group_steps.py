@@ -261,3 +261,14 @@ def test_a_pool_that_goes_back_keeps_no_more_of_the_new_groups_than_before() -> 
     trainer.make(4)
     assert trainer.learn() == ["0", "1"]
     assert (trainer.pool.num_sealed, trainer.take()) == (2, ["3", "4"])
+
+
+def test_what_a_step_that_is_marked_again_has_more_comes_after_the_step_before(trainer: Trainer) -> None:
+    trainer.mark(0)
+    before = [trainer.learn()]
+    trainer.mark(1)
+    before.append(trainer.learn())
+    trainer.mark(1)
+    assert trainer.resume(1) == (0, 0, 0)
+    assert trainer.resume(0) == (2, 4, 0)
+    assert [trainer.learn(), trainer.learn()] == before

@@ -25,6 +25,17 @@ def filled(rows: int, **more: Any) -> tuple[Box, list[int]]:
 # what a task took
 
 
+def test_rows_that_were_lent_again_after_a_restart_are_in_one_batch() -> None:
+    box, rows = filled(4)
+    box.lend(2)
+    box = reloaded(box)  # whoever had them is gone
+    box.ack(box.lend(2)[0])
+    box = reloaded(box)
+    box.mark(1)
+    assert box.taken(1) == [rows[:2]]
+    assert box.resume(0) == (1, 2, 0)
+
+
 def test_a_step_has_the_batches_of_its_task_in_order() -> None:
     box, rows = filled(8)
     first, second = box.fetch(2), box.fetch(3)
@@ -114,6 +125,17 @@ def test_an_answer_that_nobody_received_was_not_taken() -> None:
     assert box.fetch(2) == rows
     box.mark(1)
     assert box.taken(1) == [rows]
+
+
+def test_an_answer_that_nobody_received_was_not_taken_for_a_step_that_was_marked_since() -> None:
+    box, rows = filled(4)
+    box.fetch(2, rid=7, received=False)
+    box.mark(1)
+    box.controller.take_back(b"session", 7)
+    assert box.taken(1) == []
+    assert box.fetch(2) == rows[:2]
+    box.mark(2)
+    assert box.resume(0) == (1, 2, 0)
 
 
 def test_the_newest_step_may_be_marked_again_and_no_earlier_one() -> None:

@@ -105,3 +105,16 @@ def test_a_row_that_was_cleared_before_its_deal_comes_again_takes_no_other_with_
     assert deal(box, 0, 0)[1] == shares[0]
     box.controller.check_invariants()
     assert set(rows) - set(shares[0]) - {shares[1][0]} <= {*deal(box, 1, 0)[1], *rows}
+
+
+def test_a_share_that_was_used_for_a_step_and_is_given_once_more_is_of_that_step() -> None:
+    box, rows = filled(6)
+    deal(box, 0, 0, session=b"n0")
+    lease, share = deal(box, 1, 0, session=b"n1")
+    box.ack(lease)
+    box.mark(0)
+    box.end_session(b"n1")  # it begins anew
+    assert deal(box, 1, 0, session=b"n1") == (0, share)
+    box.resume(0)
+    found = [box.fetch(2), box.fetch(2)]
+    assert sorted(rows) == sorted([*share, *found[0], *found[1]])

@@ -20,7 +20,7 @@ MAX_READERS = 1024
 CHANGING = frozenset({
     m.Commit, m.Clear, m.Restore,
     m.FinishSlots, m.FailSlots, m.FilterGroups, m.RetargetGroup, m.AdvancePool, m.AckGroups, m.ReleaseGroups,
-    m.RemovePool, m.Announce, m.SelectGroups, m.MarkPool,  # they may end groups, whose rows are cleared
+    m.RemovePool, m.Announce, m.SelectGroups, m.MarkPool, m.MarkStep,  # they may end groups, whose rows are cleared
 })  # fmt: skip
 Reader: TypeAlias = "tuple[str, tuple[str, ...]]"  # a task and the fields that it fetches
 Cells: TypeAlias = "tuple[m.Located, memoryview]"

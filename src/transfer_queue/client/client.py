@@ -163,22 +163,28 @@ class Operations:
         return (yield Call(request))[0].count
 
     def checkpoint(
-        self, step: int, tasks: Sequence[str], used: BatchMeta | Sequence[BatchMeta] = ()
+        self,
+        step: int,
+        tasks: Sequence[str] = (),
+        used: BatchMeta | Sequence[BatchMeta] = (),
+        pools: Sequence[str] = (),
     ) -> Operation[None]:
         """What `tasks` used since their last mark is what they used for `step`: call it when what was learned up to
         there is saved, and once before the first step, for nothing is noted before.
 
         The rows of `used`, which are on lease, are acknowledged with it: `stream.meta` of the batch in hand, of which
         rows that were given back (`nack`, `release`) are left out. Other rows on lease belong to the next step. Atomic.
+        `pools`: the partitions whose pools of groups are marked with them, as by `GroupPool.checkpoint`.
         With data-parallel ranks one of them calls it, once all have acknowledged theirs. `resume` goes back to a mark,
         `get_step` tells what was used. The last 1,024 are remembered as long as the service lives, unless
         `reset_consumption` begins anew or a step has more than 4 million rows. The newest may be marked again and then
         has all since. Raises `LeaseExpired` (nothing is marked then), `InvalidInput` for a step before the last.
         """
-        return steps.checkpoint(self.session, step, tasks, used)
+        return steps.checkpoint(self.session, step, tasks, used, pools)
 
-    def resume(self, step: int, tasks: Sequence[str]) -> Operation[steps.Resumed]:
-        """Go back to a mark: what `tasks` took since is handed to them once more.
+    def resume(self, step: int, tasks: Sequence[str] = (), pools: Sequence[str] = ()) -> Operation[steps.Resumed]:
+        """Go back to a mark: what `tasks` took since is handed to them once more, and so are the groups of `pools`, as
+        by `GroupPool.resume`; all of it, or nothing.
 
         A loop without ranks gets the same batches in the same order, ranks with a `dp_size` the same shares of the same
         batches, beginning with the one that they ask for first. Rows count as fresh, however old they are
@@ -186,7 +192,7 @@ class Operations:
         like any others. What the tasks have on lease is taken from whoever holds it, so end the loop before. Later
         marks are gone: the loop goes on counting from `step`. Raises `InvalidInput` for a step that was not marked.
         """
-        return steps.resume(self.session, step, tasks)
+        return steps.resume(self.session, step, tasks, pools)
 
     def get_step(self, task_name: str, step: int | None = None) -> Operation[list[BatchMeta]]:
         """The batches that a task used for a step, in order; None: those since its last mark, with those on lease.

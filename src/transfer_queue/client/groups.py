@@ -15,7 +15,7 @@ from transfer_queue.client.describing import batch_meta, committed_meta
 from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, HoldSession, Operation, seconds
 from transfer_queue.client.operations import rows as ops
-from transfer_queue.client.operations.steps import step_number
+from transfer_queue.client.operations.steps import ResumedGroups, step_number
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, is_on, store
@@ -145,15 +145,6 @@ class GroupBatch:
 
     def __len__(self) -> int:
         return len(self.groups)
-
-
-class ResumedGroups(NamedTuple):
-    """What is handed out once more: `groups` groups in `batches` batches. `lost`: groups that are not, for some of
-    their rows were cleared."""
-
-    batches: int
-    groups: int
-    lost: int
 
 
 class GroupOperations:
@@ -398,7 +389,7 @@ class GroupOperations:
         """`resume` may go back to this step (from 0, rising; the newest may be marked again): call it once the model
         that learned from all acknowledged groups is saved. From the first mark on, rows that `ack` was told to clear
         stay until the next one. Where groups with more than 262,144 rows were used up since the oldest mark, it is
-        forgotten.
+        forgotten. A loop that takes rows for tasks as well marks both as one: `client.checkpoint(step, tasks, pools=)`.
 
         Raises `InvalidInput` for an earlier step, and for policies whose groups are used several times or at a rate.
         """

@@ -44,6 +44,7 @@
     queries, status             requests that change nothing
     overview                    all of it at one instant, a map of a partition, one row: for people
     locate                      from rows and fields to runs of blocks
+    marks                   a step of tasks and pools, as one
     expected_cells, lineage     writes that count only on what was read; whose row numbers mean the same rows
     moving                      cells that lie elsewhere from now on
     hints, notices              what to remark on unknown names, and to those who have waited for long

@@ -18,6 +18,7 @@ from transfer_queue.controller.leases import REQUESTS as LEASE_REQUESTS
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.locks import REQUESTS as LOCK_REQUESTS
 from transfer_queue.controller.locks import Locks
+from transfer_queue.controller.marks import mark, resume
 from transfer_queue.controller.moving import gather, relocate
 from transfer_queue.controller.notices import tell_waiting
 from transfer_queue.controller.overview import Overviews, wait_places
@@ -87,7 +88,7 @@ class Controller:
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
             m.SetTags: self._set_tags, m.ResetConsumption: self._reset, m.SetPartition: self._set_partition,
-            m.Announce: self._announce, m.ResumeStep: self._fetching.steps.resume,
+            m.Announce: self._announce, m.ResumeStep: lambda message: resume(message, state.fetching, state.groups),
         }  # fmt: skip
         self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
         admits = self.staleness.admissions.parked
@@ -136,7 +137,7 @@ class Controller:
                 parked = Waiter(ticket, session, message, now + timeout_s, now - waited_s, waited_s)
                 return self._fetching.fetch(parked, self.tables.get(message.partition))
             case m.MarkStep():
-                return self._fetching.mark(message, session)
+                return mark(message, self._fetching, self.groups, session)
             case m.Snapshot():
                 return capture(self.state, message, ticket, session)
             case m.Restore():

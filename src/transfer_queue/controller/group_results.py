@@ -13,6 +13,7 @@ from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import GroupEnded, InvalidInput, RowCleared, StaleAttempt
 from transfer_queue.groups import PoolCore, Result
+from transfer_queue.groups.group import attempt_id
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
@@ -63,7 +64,7 @@ def sort_results(
 def enter(pool: PoolCore, results: SortedResults, rows: Slots) -> None:
     """Attempts have these results, and those that are wanted these rows in turn, as `sort_results` found them."""
     for one in results.late:
-        pool.waste(one.group, one.tokens)
+        pool.state.waste(one.group, attempt_id(one.slot, one.attempt), one.tokens)
     for one, start, stop in _spans(results.news, len(rows)):
         pool.done(one.group, one.slot, one.attempt, _result(pool, one, rows[start:stop]))
 
@@ -75,8 +76,9 @@ def finish_named(
     rows = named_rows(message, table)
     found = sort_results(pool, message.finished, len(rows), rows)
     enter(pool, found, rows[found.kept])
-    free = (row for row in rows[found.unwanted].tolist() if row not in pool.owners and row not in pool.steps.owners)
-    clear([row for row in free if row >= 0])
+    kept = {row for one in found.late for row in pool.state.kept.get(one.group, ())}
+    others = (pool.owners, pool.steps.owners, kept)
+    clear([row for row in rows[found.unwanted].tolist() if row >= 0 and not any(row in known for known in others)])
     return m.SlotsFinished(message.rid, found.refused), bool(found.news)
 
 

@@ -93,7 +93,7 @@ class GroupPools:
             m.OpenPool: self._open_pool, m.RemovePool: self._remove, m.AdvancePool: self._advance,
             m.OpenGroup: self._open, m.StartSlots: self._start, m.FinishSlots: self._finish,
             m.ConsumeGroups: self._consume, m.IssueTickets: self._issue, m.LendGroups: self._lend,
-            m.ResumePool: self._resume,
+            m.ResumePool: self.resume,
             **{kind: partial(self._change, change) for kind, change in CHANGES.items()},
         }  # fmt: skip
 
@@ -186,7 +186,7 @@ class GroupPools:
 
     def _open(self, message: m.OpenGroup) -> m.Reply:
         check_versions(message.start)
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         is_first = not pool.has_groups_of(message.source)
         pool.open(
             message.group, message.size, message.min_size, message.source, message.prompt, message.start,
@@ -198,7 +198,7 @@ class GroupPools:
         return m.Done(message.rid)
 
     def _start(self, message: m.StartSlots) -> m.Reply:
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         numbers = pool.start(message.slots)
         claimed = []
         for (name, slot), attempt in zip(message.slots, numbers, strict=True):
@@ -207,7 +207,7 @@ class GroupPools:
         return m.SlotsClaimed(message.rid, claimed, False)
 
     def _finish(self, message: m.FinishSlots) -> m.Reply:
-        pool, table = self._pool(message.partition), self._tables.get(message.partition)
+        pool, table = self.pool(message.partition), self._tables.get(message.partition)
         reply, news = finish_named(message, pool, table, partial(self._clear_rows, message.partition))
         if news:
             self._changed(message.partition)
@@ -217,46 +217,46 @@ class GroupPools:
         """Which results of a commit are wanted, and which of its rows are theirs."""
         if message.keys is not None or message.rows is not None:
             raise InvalidInput("the rows of results are new ones, or named by FinishSlots")
-        return sort_results(self._pool(message.partition), finished, message.count)
+        return sort_results(self.pool(message.partition), finished, message.count)
 
     def finish(self, partition: str, results: SortedResults, rows: Slots) -> None:
         """Attempts have their results, and these rows, which are new."""
-        enter(self._pool(partition), results, rows)
+        enter(self.pool(partition), results, rows)
         self._changed(partition)
 
     def _change(self, change: Callable[[PoolCore, Any], None], message: Any) -> m.Reply:
-        change(self._pool(message.partition), message)
+        change(self.pool(message.partition), message)
         self._changed(message.partition)
         return m.Done(message.rid)
 
     def _advance(self, message: m.AdvancePool) -> m.Reply:
         check_versions(message.version)
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         if message.version > pool.version:
             pool.advance(message.version)
             self._changed(message.partition)
         return m.Done(message.rid)
 
     def _consume(self, message: m.ConsumeGroups) -> m.Reply:
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         sources = {pool.groups[name].source for name in message.groups if name in pool.groups}
         pool.consume(message.groups, message.clears)
         self.uses.used(message.partition, sources, pool, max(self.parked.notice_after_s, default=math.inf))
         self._changed(message.partition)
         return m.Done(message.rid)
 
-    def _resume(self, message: m.ResumePool) -> m.Reply:
-        found = resume(self._pool(message.partition), message.step)
+    def resume(self, message: m.ResumePool) -> m.PoolResumed:
+        found = resume(self.pool(message.partition), message.step)
         self._end_leases(message.partition)
         self._changed(message.partition)
         return m.PoolResumed(message.rid, *found)
 
     def _issue(self, message: m.IssueTickets) -> m.Reply:
-        self._pool(message.partition).issue(message.tickets)
+        self.pool(message.partition).issue(message.tickets)
         return m.Done(message.rid)
 
     def _lend(self, message: m.LendGroups) -> m.Reply:
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         pool.lend([pool.group(name) for name in message.groups])
         return m.Done(message.rid)
 
@@ -287,7 +287,7 @@ class GroupPools:
 
     def _wait(self, parked: Waiter[Any]) -> m.Reply | None:
         message = parked.message
-        check_waiting(message, self._pool(message.partition))
+        check_waiting(message, self.pool(message.partition))
         newer = getattr(message, "version", None)
         if newer is not None and newer > self.pools[message.partition].version:  # of a selection: it judges first
             self.rules[m.AdvancePool](m.AdvancePool(0, message.partition, newer))
@@ -309,7 +309,7 @@ class GroupPools:
     def _attempt(self, parked: Waiter[Any]) -> m.Reply | None:
         """The answer, if there is one now."""
         message, session = parked.message, parked.session
-        pool = self._pool(message.partition)
+        pool = self.pool(message.partition)
         match message:
             case m.TakeTickets(count=count):
                 return self._give_tickets(pool, message, session, count)
@@ -433,7 +433,8 @@ class GroupPools:
     def _of(self, session: bytes) -> SessionHoldings:
         return self._holdings.setdefault(session, SessionHoldings())
 
-    def _pool(self, partition: str) -> PoolCore:
+    def pool(self, partition: str) -> PoolCore:
+        """`InvalidInput` where there is none."""
         pool = self.pools.get(partition)
         if pool is None:
             raise InvalidInput(f"partition {partition!r} has no pool of groups: open one first")
@@ -537,10 +538,10 @@ class GroupPools:
             self._changed(partition)
 
     def reason(self, message: Any) -> str:
-        return f"{wanted(message)}: {summary(message.partition, self._pool(message.partition))}"
+        return f"{wanted(message)}: {summary(message.partition, self.pool(message.partition))}"
 
     def _description(self, partition: str, now: float) -> dict[str, Any]:
-        pool = self._pool(partition)
+        pool = self.pool(partition)
         waiting = sum(one.message.partition == partition for one in self.parked)
         return described(pool, self.uses.of(partition, pool), waiting, workers(self._holdings, partition, pool), now)
 

@@ -11,7 +11,6 @@ the other, and a second acknowledgement does nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -85,10 +84,14 @@ class Leases:
         self._ended_ones: dict[int, Lease] = {}  # the latest of those without rows left
         self._held: dict[bytes, set[int]] = {}  # leases of each session
         self.deadlines = Deadlines(self._leases)
-        self._numbers = itertools.count(1)
+        self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    def number_above(self, number: int) -> None:
+        """Leases that begin from now on have higher numbers."""
+        self._last_number = max(self._last_number, number)
 
     def take(self, table: Table, name: str, slots: Slots, fresh: Slots, holder: bytes, lease_s: float) -> int:
         """The number of the lease on `slots`, which the task `name` gets now: a new one for the `fresh` among them.
@@ -104,7 +107,8 @@ class Leases:
                 return 0
             lease = self._leases[int(lent[0])]
         else:
-            lease = Lease(next(self._numbers), table.name, name, table.index[fresh], self.now + lease_s)
+            self._last_number += 1
+            lease = Lease(self._last_number, table.name, name, table.index[fresh], self.now + lease_s)
             self._leases[lease.number] = lease
             self.deadlines.add(lease.number)
             task.lend(fresh, lease.number)

@@ -11,7 +11,7 @@ from transfer_queue.controller import facts as f
 from transfer_queue.controller.admission import AdmissionGrant
 from transfer_queue.controller.controller import Controller
 from transfer_queue.controller.deadlines import NO_TIME
-from transfer_queue.controller.readiness import DELAYED, RESERVED, SPENT, TOO_OLD, Returned
+from transfer_queue.controller.readiness import DELAYED, REPLAYED, RESERVED, SPENT, TOO_OLD, Returned
 from transfer_queue.controller.steps import Steps
 from transfer_queue.controller.taken import TakenDeal, TakenRows
 from transfer_queue.errors import CheckpointCorrupt, InternalError, JournalCorrupt, TransferQueueError
@@ -62,6 +62,7 @@ class Recovery:
         controller.reserved_rows, controller.max_rows = self._reserved, self._max_rows
         state.max_rows = self._max_rows
         state.fetching.steps.end_leases()
+        state.fetching.leases.number_above(state.fetching.steps.last_lease)
         state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
         lives = list(state.lineage.ends)
@@ -87,7 +88,8 @@ class Recovery:
         used = np.frombuffer(fact.used, np.uint8)
         if len(used) != len(slots) or bool((slots < 0).any()):
             raise CheckpointCorrupt("rows that are not there")
-        task.take_back(slots, DELAYED, used=False)
+        for kind in (DELAYED, REPLAYED):  # what is to come once more is kept for it in the end (`Steps.end_leases`)
+            task.take_back(slots, kind, used=False)
         task.consume(task.claim(slots[(used == f.USED) & ~task.consumed[slots]]))
         task.give_back(slots[used != f.USED])
         task.take_back(slots[used == 0], RESERVED, used=False)

@@ -231,6 +231,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, s
     for table in gone:
         state.cleared_partitions.add(table, before)
     fetching.steps.restore(steps, saved.next_batch)
+    fetching.leases.number_above(fetching.steps.last_lease)
     fetching.redelivery.resume(fetching.leases.now)
     for table in tables.values():
         table.away = state.units_away  # those of now: some came and went while the draft was made

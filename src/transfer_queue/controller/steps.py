@@ -111,6 +111,11 @@ class Steps:
                 task.take_back(np.flatnonzero(task.lease == REPLAYED), REPLAYED, used=False)
         self._keep_again()
 
+    @property
+    def last_lease(self) -> int:
+        """The highest number of a lease that a batch was taken on: another lease must not pass for it."""
+        return max((known.last_lease for known in self._tasks.values()), default=0)
+
     def used_by(self, name: str, partition: str, row: int) -> list[tuple[int, int]]:
         """(step, number of the batch) of those that a task took this row with; step -1 since the last mark."""
         known = self._tasks.get(name)
@@ -130,8 +135,10 @@ class Steps:
             return
         sampling = {**message.sampling, DP_SIZE: message.dp_size} if message.dp_size else message.sampling
         rows, fields = indexes_of(reply.rows), message.fields
+        was_used = bool(message.lease_s) and not reply.lease  # a rank has its share once more, of which nothing is left
+        repeated = len(rows) if was_used else reply.repeated
         taken = TakenRows(
-            self.next_number, message.partition, rows, fields, message.batch_size, sampling, reply.lease, reply.repeated
+            self.next_number, message.partition, rows, fields, message.batch_size, sampling, reply.lease, repeated
         )
         self.took(message.task, taken)
 
@@ -160,15 +167,16 @@ class Steps:
                 self._ledger.note(f.BatchDealt(name, deal.saved()))
 
     def undone(self, task: str, rows: Slots) -> None:
-        """Nobody got the answer with these rows, which were consumed by it."""
+        """Nobody got the answer with these rows, which were consumed by it. A step may have been marked since."""
         known = self._tasks.get(task)
-        for place in reversed(range(len(known.open.batches) if known is not None else 0)):
-            batch = known.open.batches[place]  # type: ignore[union-attr]
-            if not batch.lease and np.isin(batch.rows, rows).any():
-                if self._ledger is not None:
-                    self._ledger.note(f.BatchUndone(task, rows.tobytes()))
-                del known.open.batches[place]  # type: ignore[union-attr]
-                return
+        for segment in () if known is None else (known.open, *reversed(known.done.values())):
+            for place in reversed(range(len(segment.batches))):
+                batch = segment.batches[place]
+                if not batch.lease and np.isin(batch.rows, rows).any():
+                    if self._ledger is not None:
+                        self._ledger.note(f.BatchUndone(task, rows.tobytes()))
+                    del segment.batches[place]
+                    return
 
     def are_due(self, task: str) -> bool:
         """Whether the task has batches to take once more."""
@@ -217,25 +225,24 @@ class Steps:
         return mine
 
     def came_back(self, table: Table, name: str, slots: Slots) -> Slots:
-        """Those of these rows, which are free again, that anybody may have. A batch that was handed out once more and
-        came back whole is to be handed out once more again."""
+        """Those of these rows, which came back, that anybody may have. A batch that was handed out once more and came
+        back whole is to be handed out once more again, unless rows of it are held back or dead letters now."""
         known = self._tasks.get(name)
         if known is None or not known.served:
             return slots
-        rows = table.index[slots]
+        rows, task = table.index[slots], table.tasks[name]
+        free = table.index[task.offered(slots)]
         kept = []
-        for batch in list(known.served):
-            back = np.isin(batch.rows, rows) if batch.partition == table.name else np.zeros(1, np.bool_)
-            if back.any():
+        for batch in [one for one in known.served if one.partition == table.name]:
+            if np.isin(batch.rows, rows).any():
                 known.served = [one for one in known.served if one is not batch]
-            if back.all():
+            if np.isin(batch.rows, free).all():
                 kept.append(batch)
         if not kept:
             self._note_again(name)
             return slots
         known.again = sorted([*known.again, *kept], key=lambda batch: batch.number)
         held = np.isin(rows, np.concatenate([batch.rows for batch in kept]))
-        task = table.tasks[name]
         task.reserve(task.offered(slots[held]), REPLAYED)
         self._note_again(name)
         return slots[~held]
@@ -287,7 +294,7 @@ class Steps:
 
     # requests
 
-    def resume(self, message: m.ResumeStep) -> m.Reply:
+    def resume(self, message: m.ResumeStep) -> m.StepResumed:
         """Raises `InvalidInput` for a step that was not marked, or too long ago."""
         for name in message.tasks:
             if name not in self._tasks or message.step not in self._tasks[name].done:
@@ -302,8 +309,8 @@ class Steps:
         return f"it has marks of {list(known.done)}" if known is not None and known.done else "it has no marks"
 
     def check_mark(self, message: m.MarkStep) -> None:
-        """`InvalidInput` for a step before one that was marked, and for no tasks."""
-        if not message.tasks or message.step < 0:
+        """`InvalidInput` for a step before one that was marked, and for no tasks and pools."""
+        if not (message.tasks or message.pools) or message.step < 0:
             raise InvalidInput(f"step {message.step} of tasks {message.tasks}: name a task at least, and a step from 0")
         for name in message.tasks:
             last = next(reversed(self._tasks[name].done), None) if name in self._tasks else None
@@ -336,7 +343,10 @@ class Steps:
         known = self._tasks[name]
         segments = [segment for number, segment in known.done.items() if number > step]
         batches = [batch for segment in segments for batch in segment.batches]
-        batches += [part for one, mine in self._with_theirs(name, known.open.batches) for part in one.part(mine)]
+        due = {(batch.partition, row) for batch in known.again for row in batch.rows.tolist()}
+        for one, latest in self._with_theirs(name, known.open.batches):
+            came_back = np.array([(one.partition, row) in due for row in one.own.tolist()], np.bool_)
+            batches += one.part(latest & ~came_back)
         batches += known.again
         deals = [deal for segment in (*segments, known.open) for deal in segment.deals] + known.deals
         known.done = {number: segment for number, segment in known.done.items() if number <= step}

@@ -5,7 +5,7 @@ Saved batches belong to no lease: a lease ends with the state it was given in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -56,8 +56,8 @@ class SavedSteps(msgspec.Struct, array_like=True):
 
 
 class TakenRows(NamedTuple):
-    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks;
-    `lease` is 0 where they were consumed at once."""
+    """The answer to one fetch. `rows` are global indexes, the last `repeated` of them for the sake of other ranks, or
+    all of a share that its rank had used before; `lease` is 0 where they were consumed at once."""
 
     number: int
     partition: str
@@ -95,7 +95,7 @@ class TakenRows(NamedTuple):
         )  # fmt: skip
 
     def without_lease(self) -> TakenRows:
-        """The lease has ended, and its number may be that of another one now. Who shared it, shares this one."""
+        """The lease has ended. Who shared it, shares this one; no later one has its number (`Steps.last_lease`)."""
         return self if self.lease <= 0 else self._replace(lease=-self.lease)
 
     def part(self, flags: Flags) -> list[TakenRows]:
@@ -227,9 +227,17 @@ class TaskSteps:
     @property
     def next_number(self) -> int:
         """Above those of all batches."""
-        segments = (*self.done.values(), self.open)
-        batches = [*(batch for segment in segments for batch in segment.batches), *self.again, *self.served]
-        return max((batch.number for batch in batches), default=-1) + 1
+        return max((batch.number for batch in self._batches()), default=-1) + 1
+
+    @property
+    def last_lease(self) -> int:
+        """The highest of all batches, whether it lives or has ended."""
+        return max((abs(batch.lease) for batch in self._batches()), default=0)
+
+    def _batches(self) -> Iterator[TakenRows]:
+        for segment in (*self.done.values(), self.open):
+            yield from segment.batches
+        yield from (*self.again, *self.served)
 
 
 def _rows(data: bytes) -> Slots:

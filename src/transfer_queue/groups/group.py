@@ -16,6 +16,11 @@ Fate = Literal["consumed", "evicted"]
 MAX_SIZE = 1 << 14
 
 
+def attempt_id(slot: int, attempt: int) -> int:
+    """An attempt at a slot as one number."""
+    return attempt * MAX_SIZE + slot
+
+
 class Result(msgspec.Struct, frozen=True):
     """What an attempt gave. `rows`: global indexes, of any number. `oldest`, `newest`: the versions of the weights that
     made its tokens. `info` is the producer's own."""
@@ -136,13 +141,15 @@ class SiblingGroup(msgspec.Struct):
         return True
 
     def start_over(self) -> list[int]:
-        """Every slot that may be tried again is idle. Returns the rows of the results that are gone."""
+        """Every slot that may be tried again is idle, and no attempt of before counts. Returns the rows of the results
+        that are gone."""
         gone: list[int] = []
         for slot in self.slots:
             if slot.result is not None:
                 gone += slot.result.rows
             if slot.state != "failed":
                 slot.state, slot.result = "idle", None
+                slot.attempts += slot.attempts > 0  # the last one is not the last any more
         return gone
 
     @property
@@ -152,6 +159,11 @@ class SiblingGroup(msgspec.Struct):
     @property
     def rows(self) -> list[int]:
         return [row for result in self.results for row in result.rows]
+
+    @property
+    def attempts_done(self) -> list[int]:
+        """Those that have results (`attempt_id`)."""
+        return [attempt_id(number, slot.attempts - 1) for number, slot in enumerate(self.slots) if slot.result]
 
     @property
     def unused_tokens(self) -> int:

@@ -236,13 +236,6 @@ class PoolCore:
                 raise InvalidInput(f"row {taken[0][0]} is a result of group {taken[0][1]!r} already")
         return group.check(slot, attempt, result)
 
-    def waste(self, name: str, tokens: int) -> None:
-        """A result of so many tokens came too late for a group, which may have ended."""
-        group = self.groups.get(name)
-        source = self.state.sources_of.get(name) if group is None else group.source
-        if source is not None:
-            self.source(source).discarded_tokens += tokens
-
     def fail(self, name: str, slot: int, attempt: int, kind: str) -> None:
         """An attempt has failed: its slot is to be tried again, or the group goes on without it, or is given up."""
         group = self.groups.get(name)
@@ -253,6 +246,7 @@ class PoolCore:
             self._evict(group, ["failed"])
         elif self.policy.retry == "group" and group.slot(slot).state == "idle":
             self.source(group.source).discarded_tokens += sum(result.tokens for result in group.results)
+            self.state.settle(group)
             self._forget_rows(group.start_over())
             self.work.add(group)
         else:
@@ -361,6 +355,7 @@ class PoolCore:
         self.num_due -= group.state == "due"
         self._num_surplus -= group.is_surplus
         self._withdraw(group)
+        self.state.settle(group)
         del self.groups[group.name]
 
     def _withdraw(self, group: SiblingGroup) -> None:
@@ -551,7 +546,7 @@ class PoolCore:
             self._settle(group)
             self._disown(group.rows)
             self.discarded += self.steps.use_up(group, clears)
-            self.state.remember(name, "consumed", group.source)
+            self.state.use(group, clears)
 
     # steps
 
@@ -562,7 +557,7 @@ class PoolCore:
     def revive(self, groups: Iterable[SiblingGroup]) -> None:
         """These, which were used up, are due."""
         for group in groups:
-            self.state.forget(group.name)
+            self.state.revived(group.name)
             self.groups[group.name] = group
             self.owners.update(dict.fromkeys(group.rows, group.name))
             self.source(group.source).unconsume(group.unused_tokens)

@@ -18,7 +18,9 @@ class PoolState(msgspec.Struct):
     for `base`. Those below `next_ticket` that no group has are `reserved` by somebody, or `returned`. Attempts begin
     with the number `first_attempt`; none has had `next_attempt` or more. `owed`: evicted groups that were not refilled.
     `excused`: groups by which a version is smaller. `ended`: no more groups will be opened. `fates`: of groups that
-    have ended, the latest; `sources_of`: where those came from. `sampled`: groups that were selected in total, less
+    have ended, the latest; `sources_of`: where those came from. `counted`: by group, the attempts (`attempt_id`)
+    whose results were used, or whose tokens are counted as ones that nobody used. `kept`: the rows of groups that were
+    used, and that their user has kept. `sampled`: groups that were selected in total, less
     those that were given back. `draws`: what the next draw is named by. `forgiven`: samples that a rate owed to groups
     that have ended, and nobody owes. `batches`: how many times groups were handed out. `used_after`: see
     `GroupSteps`."""
@@ -44,6 +46,8 @@ class PoolState(msgspec.Struct):
     forgiven: float = 0.0
     batches: int = 0
     used_after: dict[int, list[UsedGroup]] = {}
+    counted: dict[str, list[int]] = {}
+    kept: dict[str, list[int]] = {}
 
     def remember(self, name: str, fate: Fate, source: str) -> None:
         """A group of this source has ended."""
@@ -53,8 +57,34 @@ class PoolState(msgspec.Struct):
 
     def forget(self, name: str) -> None:
         """Nothing is known of this group that has ended."""
+        self.revived(name)
+        self.counted.pop(name, None)
+
+    def revived(self, name: str) -> None:
+        """This group has not ended."""
         self.fates.pop(name, None)
         self.sources_of.pop(name, None)
+        self.kept.pop(name, None)
+
+    def use(self, group: SiblingGroup, clears: bool) -> None:
+        """A group was used, and has ended. Its rows stay unless `clears`."""
+        self.remember(group.name, "consumed", group.source)
+        if not clears:
+            self.kept[group.name] = group.rows
+
+    def waste(self, name: str, attempt: int, tokens: int) -> None:
+        """A result of an attempt (`attempt_id`) came too late for a group, which may have ended, or is said again."""
+        group = self.groups.get(name)
+        source = self.sources_of.get(name) if group is None else group.source
+        counted = self.counted.setdefault(name, []) if source is not None else [attempt]
+        if source is not None and attempt not in counted:
+            counted.append(attempt)
+            self.sources.setdefault(source, SourceCounters()).discarded_tokens += tokens
+
+    def settle(self, group: SiblingGroup) -> None:
+        """What comes of the results of a group is known: nothing more comes of one that is said again."""
+        counted = self.counted.setdefault(group.name, [])
+        counted += [attempt for attempt in group.attempts_done if attempt not in counted]
 
 
 class UsedNumbers(msgspec.Struct):

@@ -75,29 +75,38 @@ class GroupSteps:
     def _last(self) -> int:
         return next(reversed(self._used))
 
-    def mark(self, step: int, policy: GroupPolicy) -> list[int]:
-        """What was used up until now is not needed to go back to this step. Returns the rows that nobody needs.
-
-        Raises `InvalidInput` for a step before the last one, and for groups that are used several times, or at a rate:
-        there is no order in which they would come again.
-        """
+    def check(self, step: int, policy: GroupPolicy) -> None:
+        """`InvalidInput` for a step before the last one, and for groups that are used several times, or at a rate:
+        there is no order in which they would come again."""
         if policy.max_times_sampled != 1 or policy.samples_per_insert is not None:
             raise InvalidInput("steps are of a pool whose groups are used once, and at no rate (samples_per_insert)")
         if self._used and step < self._last:
             raise InvalidInput(f"step {step}: the pool is at step {self._last}; `resume` goes back to one")
+
+    def check_marked(self, step: int) -> None:
+        """`InvalidInput` for a step that was not marked, or too long ago."""
+        if step not in self._used:
+            raise InvalidInput(f"step {step} of the pool: it has marks of {self.marked}")
+
+    def mark(self, step: int, policy: GroupPolicy) -> list[int]:
+        """What was used up until now is not needed to go back to this step. Returns the rows that nobody needs.
+        Raises as `check`."""
+        self.check(step, policy)
         gone = [row for one in self._all() if one.clears for row in self._drop(one)]
-        for one in self._used.get(step, ()):
-            self._drop(one)
+        since = self._used.pop(step, [])  # marked again: this was used for it, and comes after the step before
+        if self._used:
+            self._used[self._last] += since
+        else:
+            for one in since:
+                self._drop(one)
         self._used[step] = []
         if len(self._used) > MAX_STEPS:
             self._forget_first()
         return gone
 
     def go_back(self, step: int) -> list[UsedGroup]:
-        """What was used up after a step, in order; it is not any more. Raises `InvalidInput` for a step that was not
-        marked, or too long ago."""
-        if step not in self._used:
-            raise InvalidInput(f"step {step} of the pool: it has marks of {self.marked}")
+        """What was used up after a step, in order; it is not any more. Raises as `check_marked`."""
+        self.check_marked(step)
         found = list(itertools.chain(*(self._used.pop(number) for number in self.marked if number >= step)))
         self._used[step] = []
         for one in found:

@@ -17,17 +17,27 @@ from transfer_queue.wire import messages as m
 MAX_STEP = 1 << 62
 
 
+class ResumedGroups(NamedTuple):
+    """What is handed out once more: `groups` groups in `batches` batches. `lost`: groups that are not, for some of
+    their rows were cleared."""
+
+    batches: int
+    groups: int
+    lost: int
+
+
 class Resumed(NamedTuple):
     """What is handed out once more: `rows` rows in `batches` batches. `lost`: batches that are not, for some of their
-    rows were cleared; those that are left are offered like any others."""
+    rows were cleared; those that are left are offered like any others. `pools`: what each pool hands out once more."""
 
     batches: int
     rows: int
     lost: int
+    pools: dict[str, ResumedGroups]
 
 
 def checkpoint(
-    session: Session, step: int, tasks: Sequence[str], used: BatchMeta | Sequence[BatchMeta]
+    session: Session, step: int, tasks: Sequence[str], used: BatchMeta | Sequence[BatchMeta], pools: Sequence[str]
 ) -> Operation[None]:
     metas = [used] if isinstance(used, BatchMeta) else used
     if not isinstance(metas, (list, tuple)) or not all(isinstance(meta, BatchMeta) for meta in metas):
@@ -37,12 +47,14 @@ def checkpoint(
         raise InvalidInput("the rows are of several lives of the service")
     service_id = leases[0][2] if leases else b""
     named: list[tuple[int, bytes | None]] = [(lease, rows) for lease, rows, _ in leases]
-    yield Call(m.MarkStep(session.next_rid(), step_number(step), _names(tasks), named, service_id))
+    marked, also = _names(tasks, pools)
+    yield Call(m.MarkStep(session.next_rid(), step_number(step), marked, named, service_id, also))
 
 
-def resume(session: Session, step: int, tasks: Sequence[str]) -> Operation[Resumed]:
-    reply = (yield Call(m.ResumeStep(session.next_rid(), step_number(step), _names(tasks))))[0]
-    return Resumed(reply.batches, reply.rows, reply.lost)
+def resume(session: Session, step: int, tasks: Sequence[str], pools: Sequence[str]) -> Operation[Resumed]:
+    reply: m.StepResumed = (yield Call(m.ResumeStep(session.next_rid(), step_number(step), *_names(tasks, pools))))[0]
+    groups = {partition: ResumedGroups(*found) for partition, found in reply.pools.items()}
+    return Resumed(reply.batches, reply.rows, reply.lost, groups)
 
 
 def step_number(step: int) -> int:
@@ -53,10 +65,13 @@ def step_number(step: int) -> int:
     return number
 
 
-def _names(tasks: Sequence[str]) -> list[str]:
-    if not isinstance(tasks, (list, tuple)) or not tasks or not all(type(name) is str for name in tasks):
-        raise InvalidInput(f"tasks is a list of names, got {tasks!r}")
-    return list(tasks)
+def _names(tasks: Sequence[str], pools: Sequence[str]) -> tuple[list[str], list[str]]:
+    for what, names in (("tasks", tasks), ("pools", pools)):
+        if not isinstance(names, (list, tuple)) or not all(type(name) is str for name in names):
+            raise InvalidInput(f"{what} is a list of names, got {names!r}")
+    if not tasks and not pools:
+        raise InvalidInput("name a task at least, or the partition of a pool")
+    return list(tasks), list(pools)
 
 
 def get_step(session: Session, task_name: str, step: int | None) -> Operation[list[BatchMeta]]:

@@ -12,27 +12,33 @@ from transfer_queue.wire.messages.rows import RowSet
 
 class MarkStep(Request):
     """What `tasks` used since their last mark is what they used for `step`. Before that the rows in `used`, (lease,
-    rows or None for all), are acknowledged, without those that were given back: all of it happens, or nothing."""
+    rows or None for all), are acknowledged, without those that were given back. The pools of groups of the partitions
+    `pools` are marked with them (`MarkPool`). All of it happens, or nothing."""
 
     step: int
     tasks: list[str]
     used: list[tuple[int, bytes | None]]
     service: bytes = b""
+    pools: list[str] = msgspec.field(default_factory=list)
 
 
 class ResumeStep(Request):
-    """What `tasks` took after `step` is handed to them again, in the batches and the order of before."""
+    """What `tasks` took after `step` is handed to them again, in the batches and the order of before, and so are the
+    groups of `pools` (`ResumePool`). All of it happens, or nothing."""
 
     step: int
     tasks: list[str]
+    pools: list[str] = msgspec.field(default_factory=list)
 
 
 class StepResumed(Reply):
-    """So many batches, with so many rows, are handed out again. `lost`: batches of which rows were cleared."""
+    """So many batches, with so many rows, are handed out again. `lost`: batches of which rows were cleared.
+    `pools`: of each pool what `PoolResumed` says, (batches, groups, lost)."""
 
     batches: int
     rows: int
     lost: int
+    pools: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
 
 
 class GetStep(Request):
