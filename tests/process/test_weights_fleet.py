@@ -259,6 +259,18 @@ def test_a_replica_that_was_started_anew_is_found_out_and_caught_up(site: Start)
     assert here.servers["b"].root() == expected(2)
 
 
+def test_a_replica_that_lacks_the_base_gets_all_of_the_version_where_another_one_is_down(site: Start) -> None:
+    here = site(2, "tcp", {"anchor_every": 10}, heartbeat_s=30.0)
+    here.send(1)
+    here.servers["b"].restart()
+    here.servers["a"].faults["update_weights"] = ServiceUnavailable("it ended just now")
+    here.servers["a"].hooks["abort_weight_update"] = here.servers["a"].stop
+    assert here.send(2).kind == "full"
+    assert here.fleet.last is not None
+    assert here.fleet.last.committed == ("b",)
+    assert here.servers["b"].root() == expected(2)
+
+
 def test_a_commit_that_fails_at_one_replica_fences_it(site: Start) -> None:
     here = site(2)
     here.send(1)

@@ -23,13 +23,18 @@ from transfer_queue.errors import (
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 from transfer_queue.weights.transport.clients import Member as Member
-from transfer_queue.weights.transport.clients import takes_owner
+from transfer_queue.weights.transport.clients import foremost, takes_owner
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 
+# A call of another kind, whatever becomes of it, leaves no update open.
+IN_UPDATES = (
+    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "abort_weight_update",
+)  # fmt: skip
 RELABEL_S = 1.0  # that a server may take for it beyond the deadline
 
 
@@ -202,7 +207,7 @@ class Replica:
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
         try:
             self._call = TimedCall(function, *args)
-            self._session = None
+            self._session = None if method in IN_UPDATES else self._session
             found = self._call.result(deadline, f"{method} of {self.name}")
         except Exception as error:  # noqa: BLE001 of an in-process server
             raise as_typed(error) from None
@@ -341,9 +346,9 @@ class Replica:
 
 
 def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> TransferQueueError:
-    """One error that says what all of them say, of the kind of the first."""
+    """One error that says what all of them say, of the kind of the `foremost`."""
     said = "; ".join(f"{one.name}: {error}" for one, error in failed.items())
-    return error_from_code(next(iter(failed.values())).code, f"{text}: {said}")
+    return error_from_code(foremost(failed.values()).code, f"{text}: {said}")
 
 
 def at_once(

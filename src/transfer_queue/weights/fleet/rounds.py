@@ -159,7 +159,7 @@ class Round:
         return str(self._failed[one]) if one in self._failed else ""
 
     def error(self, text: str) -> TransferQueueError:
-        """What went wrong, of the kind that the first one reported."""
+        """What went wrong, of the kind of the `foremost`."""
         failed = {one: error for one, error in self._failed.items() if one not in self.beside}
         return gathered(text, failed) if failed else ServiceUnavailable(text)
 

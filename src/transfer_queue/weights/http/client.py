@@ -33,7 +33,7 @@ from transfer_queue.weights.receive.checker import Comparison
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus, decode
 from transfer_queue.weights.receive.update_session import run_of
-from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
+from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial, foremost
 
 _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
 TIMEOUT_S = 300.0
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class WeightSyncClient(Partial):
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
-    With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
+    With several, a call that fails anywhere raises one server's error (`foremost`), naming each, and the others have
     done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all. Within
     an update of a trainer engine (`allow`) a server that does not answer in time is left out of it instead.
     `token` is sent to every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our
@@ -313,6 +313,5 @@ class WeightSyncClient(Partial):
                     self.failures[url] = kept(error)
         if self.failures:
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
-            first = next(iter(self.failures.values()))
-            raise type(first)(f"{len(self.failures)} of {len(asked)} servers: {said}")
+            raise type(foremost(self.failures.values()))(f"{len(self.failures)} of {len(asked)} servers: {said}")
         return found

@@ -22,7 +22,10 @@ def check_fits(contents: Contents, slots: Mapping[str, torch.Tensor], strict: bo
     for name, entry in contents.items():
         first, digest = held.setdefault(same.get(name, name), (name, entry.digest))
         if digest != entry.digest:
-            raise ShapeMismatch(f"{first!r} and {name!r} differ, and the model has one tensor for both")
+            raise ShapeMismatch(
+                f"{first!r} and {name!r} differ, and the model has one tensor for both: tie them at the trainer, "
+                "untie them here, or do not send one of them"
+            )
     missing = {same.get(name, name) for name in slots} - set(held)
     if strict and missing:
         raise Incomplete(f"the version lacks {len(missing)} tensors of the model, such as {min(missing)!r}")

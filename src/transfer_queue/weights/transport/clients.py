@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import StaleBase, TransferQueueError
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 
@@ -93,6 +93,13 @@ class Member(Client, Protocol):
         `owner` is called without it: see `takes_owner`."""
 
     def abort_weight_update(self) -> object: ...
+
+
+def foremost(errors: Iterable[TransferQueueError]) -> TransferQueueError:
+    """Of what several servers have said, what their trainer is to hear: the first `StaleBase`, after which it sends all
+    of the version, which mends that whatever the others lack; else the first."""
+    said = list(errors)
+    return next((error for error in said if isinstance(error, StaleBase)), said[0])
 
 
 def takes_owner(method: Callable[..., object]) -> bool:
