@@ -382,8 +382,9 @@ class Fleet(Follower):
                     one.fence(f"it serves {serving}")
                     self._note_change()
                 return False
-            if not one.ready or one.serving != serving:
-                one.admit(serving)
+            is_new = not one.ready or one.serving != serving
+            one.admit(serving)
+            if is_new:
                 self._note_change()
             return True
 

@@ -119,6 +119,7 @@ class Replica:
         self.left = False
         self.paused_by_us = False
         self._met = False  # the trainer's transport
+        self.was_met = False  # since it was ready last, or while it is: it may have been started anew, and lack anything
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
@@ -146,6 +147,7 @@ class Replica:
         if not self.ready:
             self._since = time.monotonic()
         self.ready, self.reason, self.serving, self._may_rest = True, "", serving, True
+        self.was_met = False
         self.brought = serving
 
     def rest(self, rest_s: float) -> None:
@@ -243,7 +245,7 @@ class Replica:
         publisher.reports.forget(self.name)
         self.call("init_weight_transfer_engine", info, deadline=deadline)
         publisher.reports.hear(self.name, None, "", self.silent, deadline)
-        self._session = False
+        self._session, self.was_met = False, True
         found = self.ask(publisher, deadline)
         self._met = True
         return found
