@@ -119,7 +119,7 @@ class Replica:
         self.left = False
         self.paused_by_us = False
         self._met = False  # the trainer's transport
-        self.was_met = False  # since it was ready last, or while it is: it may have been started anew, and lack anything
+        self.was_met = False  # since it was admitted: it may have been started anew, and lack anything
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
