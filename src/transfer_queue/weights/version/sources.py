@@ -416,7 +416,7 @@ def _indexed(path: Path) -> dict[str, set[str] | None]:
             wanted = found.setdefault(file, set())
             assert wanted is not None
             wanted.add(name)
-    except (TypeError, KeyError, ValueError) as error:
+    except (OSError, TypeError, KeyError, ValueError) as error:
         raise InvalidInput(f"{path} is not an index of safetensors: {error}") from None
     return found
 
