@@ -203,19 +203,34 @@ class WeightSyncClient(Partial):
         self._all(reset)
 
     def silent_workers(self) -> int:
-        """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in."""
+        """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in. Within `allow`
+        servers that do not answer are left out, where the others have no such workers."""
+        left_s = math.inf if self._until is None else max(self._until - time.monotonic(), LEAST_S)
+        limit_s = min(self._timeout_s, INIT_SHARE * left_s)
 
         def count(peer: HttpPeer) -> int:
             try:
-                peer.call("GET", "/tqw/status", None, self._timeout_s)
+                peer.call("GET", "/tqw/status", None, limit_s)
             except NotSupported:
-                size = peer.call("GET", "/get_world_size?include_dp=true", None, self._timeout_s).get("world_size")
+                size = peer.call("GET", "/get_world_size?include_dp=true", None, limit_s).get("world_size")
                 if type(size) is not int:
                     raise ProtocolError(f"{peer.url} says that its world size is {size!r}") from None
                 return size
             return 0
 
-        return sum(self._all(count).values())
+        found: dict[str, int] = {}
+
+        def note(peer: HttpPeer) -> None:
+            found[peer.url] = count(peer)
+
+        try:
+            self._all(note)
+        except TransferQueueError:
+            is_lost = all(isinstance(one, (ServiceUnavailable, DeadlineExceeded)) for one in self.failures.values())
+            if self._until is None or not is_lost or not found or any(found.values()):
+                raise
+            self._out |= self.failures
+        return sum(found.values())
 
     def status(self) -> ServerStatus:
         """What the server says about itself: one of vLLM has only a label, and whether it is paused. `InvalidInput`
