@@ -213,12 +213,21 @@ def test_a_damaged_shard_and_a_deleted_version(disk: Setup) -> None:
         disk.engine.update_weights({**disk.client.info, "abort": False, "version": 9, "name": "v9-e"})
     with pytest.raises(VersionGone):  # the same fault, until the next start
         disk.engine.finish_weight_update()
-    for name in ("../v1", "LATEST", ""):
+    for name in ("../v1", "LATEST", "", "v1\0"):
         disk.engine.start_weight_update()
         with pytest.raises(InvalidInput):
             disk.engine.update_weights({"version": 3, "epoch": "e", "name": name})
     disk.send(3)
     assert same(copy_of(disk.module), drawn(Net(), 3))
+
+
+def test_a_damaged_latest_is_named(disk: Setup) -> None:
+    disk.send(1)
+    for text in (b"v1\0", b"\xff\xfe"):
+        (disk.folder / "LATEST").write_bytes(text)
+        with pytest.raises(InvalidInput):
+            disk.engine.join(timeout_s=ROOM_S)
+    assert disk.send(2) == 2
 
 
 def test_version_numbers_rise(disk: Setup) -> None:

@@ -192,6 +192,17 @@ def test_a_plain_client_says_who_missed_a_version(place: Callable[[str], Place])
     assert all(serves(one, 3) for one in here.servers)
 
 
+def test_a_new_trainer_begins_while_a_server_of_its_plain_client_is_down(place: Callable[[str], Place]) -> None:
+    here = place("http")
+    here.leading("plain").send(1)
+    here.servers[1].trouble("killed")
+    leader = here.leading("plain")
+    assert list(leader.send(2).missed) == [here.servers[1].url]
+    here.servers[1].mend("killed")
+    assert leader.send(3).missed == {}
+    assert all(serves(one, 3) for one in here.servers)
+
+
 def test_the_default_deadlines_do_not_keep_a_healthy_replica_still(place: Callable[[str], Place]) -> None:
     here = place("http")
     leader = here.leading("fleet", deadline_s=60.0)

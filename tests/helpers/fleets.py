@@ -88,7 +88,7 @@ class Site:
         self.engine = engine
         self.info = {"bucket_nbytes": 128, **(info or {})}
         self.servers = {chr(ord("a") + number): Server(engine) for number in range(num)}
-        self.fleet = Fleet(self.servers, heartbeat_s=0.02, **{"call_timeout_s": 5.0, **settings})
+        self.fleet = Fleet(self.servers, **{"heartbeat_s": 0.02, "call_timeout_s": 5.0, **settings})
         self.source = Source()
         self.trainer: TrainerEngine | None = None
         self.start_trainer()

@@ -287,8 +287,9 @@ def test_a_version_that_is_not_there_or_unreadable_is_named(tmp_path: Path) -> N
         _ = VersionReader(tmp_path).read_metadata().state_dict_metadata
     (written(tmp_path, like) / "manifest.json").write_text("{}")
     assert isinstance(fault(lambda: loaded(like, folder=tmp_path)), BadManifest)
-    (tmp_path / "LATEST").write_text("../elsewhere")
-    assert isinstance(fault(lambda: loaded(like, folder=tmp_path)), InvalidInput)
+    for text in (b"../elsewhere", b"v1\0", b"\xff"):
+        (tmp_path / "LATEST").write_bytes(text)
+        assert isinstance(fault(lambda: loaded(like, folder=tmp_path)), InvalidInput)
 
 
 def test_a_reader_needs_one_place_and_a_writer_a_name_for_the_folder(tmp_path: Path) -> None:

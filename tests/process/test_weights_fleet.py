@@ -259,6 +259,19 @@ def test_a_replica_that_was_started_anew_is_found_out_and_caught_up(site: Start)
     assert here.servers["b"].root() == expected(2)
 
 
+def test_a_replica_that_lacks_the_base_gets_all_of_the_version_where_another_one_is_down(site: Start) -> None:
+    here = site(2, "tcp", {"anchor_every": 10}, heartbeat_s=30.0)
+    here.send(1)
+    a, b = here.servers["a"], here.servers["b"]
+    b.hooks["start_weight_update"] = lambda: (b.hooks.pop("start_weight_update"), b.restart())
+    a.faults["update_weights"] = ServiceUnavailable("it ended just now")
+    a.hooks["abort_weight_update"] = a.stop
+    assert here.send(2).kind == "full"
+    assert here.fleet.last is not None
+    assert here.fleet.last.committed == ("b",)
+    assert b.root() == expected(2)
+
+
 def test_a_commit_that_fails_at_one_replica_fences_it(site: Start) -> None:
     here = site(2)
     here.send(1)
@@ -505,6 +518,24 @@ def test_a_server_that_was_started_anew_is_not_ready_with_what_an_update_brings_
     here.fleet.wait_ready(["a"], 10)
     assert sorted(server.receiver.installed().adapters) == ["free"]
     assert len(set(here.roots().values())) == 1
+
+
+def test_a_server_that_was_started_anew_and_first_sent_a_difference_is_not_ready_without_its_adapters(
+    site: Start,
+) -> None:
+    here = site(1, "tcp", {"anchor_every": 10}, call_timeout_s=0.5)
+    here.send(1)
+    add_adapter(here, 1)
+    server, committed = here.servers["a"], threading.Event()
+    server.hooks["status"] = lambda: committed.is_set() and server.released.wait(10)
+    server.hooks["start_weight_update"] = lambda: (server.hooks.pop("start_weight_update"), server.restart())
+    server.hooks["finish_weight_update"] = committed.set
+    assert here.send(2).kind == "full"
+    assert committed.is_set()
+    assert here.fleet.ready() == []
+    server.released.set()
+    here.fleet.wait_ready(["a"], 10)
+    assert sorted(server.receiver.installed().adapters) == ["free"]
 
 
 def test_an_adapter_that_came_before_any_weights_is_asked_of_all_replicas(site: Start) -> None:

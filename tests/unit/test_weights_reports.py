@@ -11,6 +11,7 @@ import torch
 from transfer_queue.errors import (
     DeadlineExceeded,
     InternalError,
+    NotSupported,
     ServiceUnavailable,
     TransferQueueError,
     UnknownTensor,
@@ -20,6 +21,7 @@ from transfer_queue.weights import InPlace, Receiver, StateDictSource
 from transfer_queue.weights.transport import registry
 from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.ranks import RankFault
+from transfer_queue.weights.transport.reports import expect_not_silent
 from transfer_queue.weights.transport.trainer import TrainerEngine
 
 TRANSPORTS = ["shm", "tcp", "disk"]
@@ -236,3 +238,11 @@ def test_an_unknown_tensor_is_reported(tmp_path: Path) -> None:
         trainer.send_weights(deadline_s=20)
     engine.shutdown()
     trainer.shutdown()
+
+
+def test_a_server_that_only_reports_is_refused_where_nobody_waits_for_reports() -> None:
+    engine = replica("shm")
+    with pytest.raises(NotSupported, match="fleet"):
+        expect_not_silent(Silent(engine))
+    expect_not_silent(Silent())
+    engine.shutdown()

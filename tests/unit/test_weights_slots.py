@@ -203,3 +203,50 @@ def test_a_difference_is_written_to_what_it_was_verified_for(step: Callable[[Any
     forward(receiver)
     receiver.commit()
     assert same(copy_of(module), new)
+
+
+def put_a_row_of_the_weight(module: Any) -> None:
+    module.cur = module.weight.detach()[:2]
+
+
+class Rows(Counting):
+    """Has a weight behind its buffers, too."""
+
+    def __init__(self) -> None:
+        super().__init__(put_a_row_of_the_weight)
+        self.cur = torch.zeros(2, 4)
+        self.behind = Counting()
+
+
+def test_a_buffer_that_lies_in_a_weight_takes_values_of_its_own(make: Make) -> None:
+    module = Rows()
+    module()
+    module.behind.cur = module.behind.weight.detach().T.contiguous().T  # not in it
+    module.behind.prev = module.behind.weight.detach().as_strided((3, 4), (1, 3))
+    receiver = Receiver(make(module))
+    weights = drawn(module, 1)
+    install(receiver, full(weights, 1))
+    assert same(copy_of(module), weights)
+    install(receiver, full(drawn(module, 2), 2))
+    assert same(copy_of(module), drawn(module, 2))
+
+
+def test_a_difference_leaves_a_buffer_that_lies_in_a_weight_as_it_was(make: Make) -> None:
+    module = Rows()
+    receiver = Receiver(make(module))
+    weights = drawn(module, 1)
+    weights["cur"] = weights["weight"][:2].clone()
+    install(receiver, full(weights, 1))
+    module()
+    changed = {name: one.clone() for name, one in weights.items()}
+    changed["weight"][0, 0] += 1
+    install(receiver, delta(weights, changed, 2, 1))
+    assert same(copy_of(module), changed)
+    module()
+    changed["cur"], changed["weight"] = changed["weight"][:2].clone(), changed["weight"].clone()
+    found = {name: one.clone() for name, one in changed.items()}
+    found["cur"][1, 1] += 1
+    install(receiver, full(changed, 3))
+    module()
+    install(receiver, delta(changed, found, 4, 3))
+    assert same(copy_of(module), found)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from weights import Net, copy_of, drawn, same
 
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, UnsupportedValue
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
@@ -233,3 +233,17 @@ def test_weights_are_what_a_state_dict_has_also_where_somebody_changes_that() ->
     found, state = named_weights(module), module.state_dict(keep_vars=True)
     assert list(found) == list(state)
     assert all(found[name] is state[name] for name in state)
+
+
+def test_a_view_of_other_values_over_the_same_memory_is_a_tensor_of_its_own() -> None:
+    one = torch.tensor([1 + 2j, 3 - 4j])
+    views = {"a": one, "conjugate": one.conj(), "imaginary": one.imag, "negative": one.conj().imag}
+    source = StateDictSource(views)
+    assert source.aliases() == {}
+    assert all(torch.equal(tensor, views[name]) for name, tensor in source.tensors())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(UnsupportedValue, match="plain dense"):
+        StateDictSource({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})

@@ -11,7 +11,15 @@ import pytest
 import torch
 from weights import Net, Tied, copy_of, delta, drawn, full, install, same
 
-from transfer_queue.errors import CommitFailed, DeadlineExceeded, Incomplete, InvalidInput, ShapeMismatch, UnknownTensor
+from transfer_queue.errors import (
+    CommitFailed,
+    DeadlineExceeded,
+    Incomplete,
+    InvalidInput,
+    NotSupported,
+    ShapeMismatch,
+    UnknownTensor,
+)
 from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, State, Swap
 from transfer_queue.weights.receive import stand_ins, targets
 from transfer_queue.weights.receive.targets import Target
@@ -175,6 +183,13 @@ def test_different_values_for_a_tied_weight_are_refused(make: Make) -> None:
     weights = {"embed.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)}
     with pytest.raises(ShapeMismatch, match="one tensor for both"):
         Receiver(make(Tied())).open(full(weights, 1).manifest, 1)
+
+
+@pytest.mark.parametrize("make_target", [InPlace, Swap])
+def test_a_model_without_memory_is_refused(make_target: Callable[[torch.nn.Module], Target]) -> None:
+    receiver = Receiver(make_target(Net().to("meta")))
+    with pytest.raises(NotSupported, match="meta"):
+        receiver.open(full(drawn(Net(), 1), 1).manifest, 1)
 
 
 def test_in_place_keeps_addresses_and_swap_keeps_parameters() -> None:

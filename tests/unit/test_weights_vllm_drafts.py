@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ from transfer_queue.errors import (
     UnknownTensor,
 )
 from transfer_queue.weights import StateDictSource, with_draft
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.transport import registry
+from transfer_queue.weights.version.drafts import DRAFT
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,10 @@ class Speculating(Client):
 
 def both(model: float, draft: float, **odd: torch.Tensor) -> Any:
     return with_draft(StateDictSource(weights(model)), StateDictSource({**weights(draft), **odd}))
+
+
+def raises(_: object) -> None:
+    raise RuntimeError("as the test wanted")
 
 
 def introduced(server: Client, source: Any) -> Any:
@@ -106,6 +112,72 @@ def test_a_draft_alone_that_fails_leaves_the_one_before_and_the_weights(
     server.engine.shutdown()
     trainer.shutdown()
     caplog.clear()
+
+
+def test_a_draft_that_is_a_mixture_counts_as_not_there_until_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Speculating(tmp_path)
+    trainer = introduced(server, StateDictSource(weights(2.0)))
+    trainer.send_weights(deadline_s=20)
+    trainer.send_draft(StateDictSource(weights(3.0)), deadline_s=20)
+    assert DRAFT in server.engine.installed().adapters
+    with monkeypatch.context() as patch:
+        patch.setattr(server.draft, "load_weights", raises)
+        with pytest.raises(CommitFailed, match="so did going back"):
+            trainer.send_draft(StateDictSource(weights(4.0)), deadline_s=20)
+    info = server.engine.installed()
+    assert (DRAFT in info.adapters, info.dirty) == (False, False)
+    trainer.send_draft(StateDictSource(weights(5.0)), deadline_s=20)
+    assert DRAFT in server.engine.installed().adapters
+    assert server.has(2.0, 5.0)
+    server.engine.shutdown()
+    trainer.shutdown()
+    caplog.clear()
+
+
+class Labelled:
+    """A server of a fleet that has a label and no status."""
+
+    def __init__(self, server: Speculating) -> None:
+        self._server, self._label = server, "default"
+        self.num_met = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def silent_workers(self) -> int:
+        return 1
+
+    def init_weight_transfer_engine(self, info: Any) -> None:
+        self.num_met += 1
+        self._server.init_weight_transfer_engine(info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._server.finish_weight_update(weight_version)
+        self._label = weight_version or self._label
+
+    def get_weight_version(self) -> str:
+        return self._label
+
+    def status(self) -> Any:
+        raise NotSupported("it has none")
+
+
+def test_a_server_of_a_fleet_that_has_no_status_stays_ready_with_a_draft(tmp_path: Path) -> None:
+    member = Labelled(server := Speculating(tmp_path))
+    fleet = Fleet({"a": member}, heartbeat_s=30.0, fence=None)
+    trainer = introduced(cast("Client", fleet), StateDictSource(weights(2.0)))
+    for value in (2.0, 3.0):
+        trainer._source = StateDictSource(weights(value))
+        trainer.send_weights(deadline_s=20)
+        trainer.send_draft(StateDictSource(weights(value + 5)), deadline_s=20)
+        assert fleet.ready() == ["a"]
+        assert server.has(value, value + 5)
+    assert member.num_met == 1
+    fleet.close()
+    trainer.shutdown()
+    server.engine.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ class Headers:
             return
         same = {contents[name].digest for name in contents if name.endswith(EMBEDDINGS)}
         if same and any(contents[name].digest not in same for name in heads):
-            raise ShapeMismatch(f"{heads[0]!r} is not the embeddings, and the model has one tensor for both")
+            raise ShapeMismatch(
+                f"{heads[0]!r} is not the embeddings, and the model has one tensor for both: tie them at the trainer, "
+                "do not send the head, or serve a model whose configuration unties them (tie_word_embeddings)"
+            )
 
     def _compare(self, contents: Contents, known: dict[str, TensorMeta]) -> None:
         for name, entry in contents.items():

@@ -21,8 +21,8 @@ from transfer_queue.weights.transport.version_folders import (
     LATEST,
     MANIFEST,
     bucket_name,
-    check_name,
     leased,
+    newest_name,
     read_bucket,
 )
 from transfer_queue.weights.transport.version_store import newest_key
@@ -71,11 +71,8 @@ class FolderOrigin:
 
 
 def newest(place: Path) -> Path:
-    """The folder that LATEST names; `VersionGone` where nothing is."""
-    try:
-        return place / check_name((place / LATEST).read_text())
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
-        raise VersionGone(f"no version in {place}: {error}") from None
+    """The folder that LATEST names. `VersionGone`, `InvalidInput`."""
+    return place / newest_name(place / LATEST)
 
 
 class TrainerOrigin:

@@ -34,6 +34,7 @@ from transfer_queue.weights.receive.update_session import run_of
 from transfer_queue.weights.transport.clients import Follower
 from transfer_queue.weights.transport.deadline import Deadline, checked_s
 from transfer_queue.weights.transport.trainer import TrainerEngine
+from transfer_queue.weights.version.manifest import not_newer
 
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 CALL_TIMEOUT_S = 30.0
@@ -293,7 +294,7 @@ class Fleet(Follower):
         if run_id in self._past:
             raise WrongEpoch(f"run {run_id!r} is over")
         if newest is not None and newest.run_id == run_id and not info.get("label") and version <= newest.version:
-            raise StaleVersion(f"version {version} does not follow {newest.version}")
+            raise StaleVersion(not_newer(version, run_id, newest.version))
 
     def _after(self, info: Mapping[str, Any], label: str | None) -> Decided | None:
         """What is to be served once this update is decided."""
@@ -381,8 +382,9 @@ class Fleet(Follower):
                     one.fence(f"it serves {serving}")
                     self._note_change()
                 return False
-            if not one.ready or one.serving != serving:
-                one.admit(serving)
+            is_new = not one.ready or one.serving != serving
+            one.admit(serving)
+            if is_new:
                 self._note_change()
             return True
 

@@ -23,13 +23,18 @@ from transfer_queue.errors import (
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 from transfer_queue.weights.transport.clients import Member as Member
-from transfer_queue.weights.transport.clients import takes_owner
+from transfer_queue.weights.transport.clients import foremost, takes_owner
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.faults import as_typed
 from transfer_queue.weights.transport.reports import UNKNOWN, has, relabel
 from transfer_queue.weights.transport.trainer import TrainerEngine
 from transfer_queue.wire.messages.overview import ReplicaStatus as ReplicaStatus
 
+# A call of another kind, whatever becomes of it, leaves no update open.
+IN_UPDATES = (
+    "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update",
+    "abort_weight_update",
+)  # fmt: skip
 RELABEL_S = 1.0  # that a server may take for it beyond the deadline
 
 
@@ -114,6 +119,7 @@ class Replica:
         self.left = False
         self.paused_by_us = False
         self._met = False  # the trainer's transport
+        self.was_met = False  # since it was admitted: it may have been started anew, and lack anything
         self.silent = 0  # how many workers it has whose calls never raise
         self.serving: Serving | None = None
         self.brought: Serving | None = None  # what it serves by what was sent to it here, for one that has only labels
@@ -141,6 +147,7 @@ class Replica:
         if not self.ready:
             self._since = time.monotonic()
         self.ready, self.reason, self.serving, self._may_rest = True, "", serving, True
+        self.was_met = False
         self.brought = serving
 
     def rest(self, rest_s: float) -> None:
@@ -202,7 +209,7 @@ class Replica:
         after = {"start_weight_update": True, "finish_weight_update": False}.get(method, self._session)
         try:
             self._call = TimedCall(function, *args)
-            self._session = None
+            self._session = None if method in IN_UPDATES else self._session
             found = self._call.result(deadline, f"{method} of {self.name}")
         except Exception as error:  # noqa: BLE001 of an in-process server
             raise as_typed(error) from None
@@ -238,7 +245,7 @@ class Replica:
         publisher.reports.forget(self.name)
         self.call("init_weight_transfer_engine", info, deadline=deadline)
         publisher.reports.hear(self.name, None, "", self.silent, deadline)
-        self._session = False
+        self._session, self.was_met = False, True
         found = self.ask(publisher, deadline)
         self._met = True
         return found
@@ -341,9 +348,9 @@ class Replica:
 
 
 def gathered(text: str, failed: Mapping[Replica, TransferQueueError]) -> TransferQueueError:
-    """One error that says what all of them say, of the kind of the first."""
+    """One error that says what all of them say, of the kind of the `foremost`."""
     said = "; ".join(f"{one.name}: {error}" for one, error in failed.items())
-    return error_from_code(next(iter(failed.values())).code, f"{text}: {said}")
+    return error_from_code(foremost(failed.values()).code, f"{text}: {said}")
 
 
 def at_once(

@@ -63,7 +63,6 @@ class Round:
         self._call_timeout_s = call_timeout_s
         self._deadline = deadline
         self._started: set[Replica] = set()  # and not finished since
-        self._met: set[Replica] = set()  # in this round: they may have been started anew
         self._served: dict[Replica, Serving] = {}  # what such ones say that they serve, once they have committed
         self._failed: dict[Replica, TransferQueueError] = {}
         for one in members:
@@ -94,17 +93,13 @@ class Round:
         not ended a call of an update before has the same time for it."""
         one.settle(deadline)
         if not one.is_met or not one.has_what_was_brought(deadline):
-            self._meet(one, deadline)
+            one.meet(self._publisher, deadline)
         try:
             one.call("start_weight_update", deadline=deadline)
         except (NotInitialized, UpdateInProgress):
-            self._meet(one, deadline)
+            one.meet(self._publisher, deadline)
             one.call("start_weight_update", deadline=deadline)
         self._started.add(one)
-
-    def _meet(self, one: Replica, deadline: Deadline) -> None:
-        self._met.add(one)
-        one.meet(self._publisher, deadline)
 
     def commit(self, label: str | None, pause: RoundPause, after: Serving | None) -> None:
         """Have those that are prepared commit. Each goes on generating when it has committed itself; one that could not
@@ -149,7 +144,7 @@ class Round:
         """Whether it may have nothing but what this round has brought, and adapters, or the weights that this one is
         added to, came before."""
         has_more = after.adapters or (self.info or {}).get("label")
-        return bool(has_more) and (one in self._met or one not in self._ready)
+        return bool(has_more) and (one.was_met or one not in self._ready)
 
     def serving(self, one: Replica, after: Serving) -> Serving | None:
         """What one that has committed serves; None where that is not known."""
@@ -159,7 +154,7 @@ class Round:
         return str(self._failed[one]) if one in self._failed else ""
 
     def error(self, text: str) -> TransferQueueError:
-        """What went wrong, of the kind that the first one reported."""
+        """What went wrong, of the kind of the `foremost`."""
         failed = {one: error for one, error in self._failed.items() if one not in self.beside}
         return gathered(text, failed) if failed else ServiceUnavailable(text)
 

@@ -33,7 +33,7 @@ from transfer_queue.weights.receive.checker import Comparison
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus, decode
 from transfer_queue.weights.receive.update_session import run_of
-from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial
+from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE, Partial, foremost
 
 _REFUSED = (UpdateInProgress, NotOpen, NotInitialized, NotSupported, AccessDenied, WrongEpoch)
 TIMEOUT_S = 300.0
@@ -45,7 +45,7 @@ T = TypeVar("T")
 class WeightSyncClient(Partial):
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
-    With several, a call that fails anywhere raises the first server's error, naming each, and the other servers have
+    With several, a call that fails anywhere raises one server's error (`foremost`), naming each, and the others have
     done it; `failures` has the errors by URL. A `start` or `update` that fails on one of them is aborted on all. Within
     an update of a trainer engine (`allow`) a server that does not answer in time is left out of it instead.
     `token` is sent to every server ("": none; vLLM wants none, or its API key). Raises the typed errors of our
@@ -203,19 +203,34 @@ class WeightSyncClient(Partial):
         self._all(reset)
 
     def silent_workers(self) -> int:
-        """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in."""
+        """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in. Within `allow`
+        servers that do not answer are left out, where the others have no such workers."""
+        left_s = math.inf if self._until is None else max(self._until - time.monotonic(), LEAST_S)
+        limit_s = min(self._timeout_s, INIT_SHARE * left_s)
 
         def count(peer: HttpPeer) -> int:
             try:
-                peer.call("GET", "/tqw/status", None, self._timeout_s)
+                peer.call("GET", "/tqw/status", None, limit_s)
             except NotSupported:
-                size = peer.call("GET", "/get_world_size?include_dp=true", None, self._timeout_s).get("world_size")
+                size = peer.call("GET", "/get_world_size?include_dp=true", None, limit_s).get("world_size")
                 if type(size) is not int:
                     raise ProtocolError(f"{peer.url} says that its world size is {size!r}") from None
                 return size
             return 0
 
-        return sum(self._all(count).values())
+        found: dict[str, int] = {}
+
+        def note(peer: HttpPeer) -> None:
+            found[peer.url] = count(peer)
+
+        try:
+            self._all(note)
+        except TransferQueueError:
+            is_lost = all(isinstance(one, (ServiceUnavailable, DeadlineExceeded)) for one in self.failures.values())
+            if self._until is None or not is_lost or not found or any(found.values()):
+                raise
+            self._out |= self.failures
+        return sum(found.values())
 
     def status(self) -> ServerStatus:
         """What the server says about itself: one of vLLM has only a label, and whether it is paused. `InvalidInput`
@@ -313,6 +328,5 @@ class WeightSyncClient(Partial):
                     self.failures[url] = kept(error)
         if self.failures:
             said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
-            first = next(iter(self.failures.values()))
-            raise type(first)(f"{len(self.failures)} of {len(asked)} servers: {said}")
+            raise type(foremost(self.failures.values()))(f"{len(self.failures)} of {len(asked)} servers: {said}")
         return found

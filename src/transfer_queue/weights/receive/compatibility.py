@@ -8,21 +8,24 @@ from typing import Any
 import torch
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
-from transfer_queue.errors import Incomplete, ShapeMismatch, UnknownTensor
+from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, UnknownTensor
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.sources import ties
 
 
 def check_fits(contents: Contents, slots: Mapping[str, torch.Tensor], strict: bool, cast: bool) -> None:
-    """Raise unless it does: `UnknownTensor`, `ShapeMismatch` (also of ties), and, if `strict`, `Incomplete`. `cast`:
-    floating dtypes may differ."""
+    """Raise unless it does: `UnknownTensor`, `ShapeMismatch` (also of ties), `NotSupported` (a model on meta), and, if
+    `strict`, `Incomplete`. `cast`: floating dtypes may differ."""
     same = ties(slots)
     _check_known(contents, slots, cast)
     held: dict[str, tuple[str, str]] = {}
     for name, entry in contents.items():
         first, digest = held.setdefault(same.get(name, name), (name, entry.digest))
         if digest != entry.digest:
-            raise ShapeMismatch(f"{first!r} and {name!r} differ, and the model has one tensor for both")
+            raise ShapeMismatch(
+                f"{first!r} and {name!r} differ, and the model has one tensor for both: tie them at the trainer, "
+                "untie them here, or do not send one of them"
+            )
     missing = {same.get(name, name) for name in slots} - set(held)
     if strict and missing:
         raise Incomplete(f"the version lacks {len(missing)} tensors of the model, such as {min(missing)!r}")
@@ -50,6 +53,8 @@ def _check_known(contents: Contents, slots: Mapping[str, torch.Tensor], cast: bo
         if name not in slots:
             raise UnknownTensor(f"the model has no {name!r}")
         live = slots[name]
+        if live.is_meta:
+            raise NotSupported(f"{name!r} has no memory in this model, it is on meta: to_empty(device=..) first")
         fits = entry.dtype == dtype_name(live.dtype)
         if not fits and cast:
             fits = live.is_floating_point() and torch_dtype(entry.dtype).is_floating_point

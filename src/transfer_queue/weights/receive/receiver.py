@@ -41,7 +41,7 @@ from transfer_queue.weights.receive.targets import READ_TIMEOUT_S, Broken, Live,
 from transfer_queue.weights.receive.update_session import OpenVersion, Phase, SessionKey, UpdateEnd, UpdateSession
 from transfer_queue.weights.version.digest import Buffer
 from transfer_queue.weights.version.drafts import DRAFT, carries_draft
-from transfer_queue.weights.version.manifest import Contents, Manifest, root_of
+from transfer_queue.weights.version.manifest import Contents, Manifest, not_newer, root_of
 from transfer_queue.weights.version.pieces import wanted_buckets
 from transfer_queue.weights.version.plans import Wants
 from transfer_queue.weights.version.sources import named_weights
@@ -121,9 +121,9 @@ class Receiver:
     """One target's updates, one at a time. Thread-safe.
 
     `adapter` takes adapters, while nobody reads: (tensors, manifest). It copies what it keeps. When it raises, the
-    adapter before must be in use still. With a method `prepare` (`Preparing`) it is given what that made. No tensors:
-    the adapter is removed. `clock` gives seconds for the deadlines of updates. `answers`: whether somebody answers
-    requests with what is installed.
+    adapter before must be in use still; `Broken`: none is, and the label counts as not there. With a method `prepare`
+    (`Preparing`) it is given what that made. No tensors: the adapter is removed. `clock` gives seconds for the
+    deadlines of updates. `answers`: whether somebody answers requests with what is installed.
     """
 
     answers = True
@@ -414,7 +414,7 @@ class Receiver:
         if now is None or now.version is None or now.run_id != m.epoch or m.version > now.version:
             return False
         if (m.version, m.root) != (now.version, now.root):
-            raise StaleVersion(f"version {m.version} does not follow {now.version}")
+            raise StaleVersion(not_newer(m.version, m.epoch, now.version))
         return m.kind == "adapter" or not (info.dirty or self._target.dropped)
 
     def _result(self, m: Manifest) -> Contents:
@@ -541,6 +541,9 @@ class Receiver:
             try:
                 self._adapter(opened.prepared, m)
             except Exception as error:  # the server's own sink may raise anything
+                if isinstance(error, Broken):  # neither this one is there, nor the one before
+                    others = {label: one for label, one in info.adapters.items() if label != m.label}
+                    self._target.tag = replace(info, adapters=others)
                 raise CommitFailed(f"the adapter {m.label!r} was not taken: {error!r}") from error
             one = AdapterInfo(m.version, m.epoch, m.root, m.base_root)
             kept = {label: other for label, other in info.adapters.items() if label != m.label}

@@ -7,7 +7,7 @@ what it finds there: in the pause each place gets back the tensor that the versi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,30 @@ class Slots:
 def writable(tensor: torch.Tensor) -> bool:
     """Whether each element has memory of its own: not what `expand` gives."""
     return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def within_parameters(slots: Mapping[str, torch.Tensor], same: Mapping[str, str]) -> set[int]:
+    """The ids of buffers that lie in the memory of parameters, as one that a forward pass has assigned may: who writes
+    such a buffer writes the parameter. Not of those that are the same tensor (`same`: `ties`)."""
+    own = {same.get(name, name) for name, one in slots.items() if isinstance(one, torch.nn.Parameter)}
+    buffers = [one for name, one in slots.items() if same.get(name, name) not in own and one.numel()]
+    if not buffers:
+        return set()
+    lying: dict[int, list[tuple[int, int]]] = {}
+    for name in own:
+        lying.setdefault(slots[name].untyped_storage().data_ptr(), []).append(_extent(slots[name]))
+    found = set()
+    for one in buffers:
+        first, end = _extent(one)
+        if any(first < other and at < end for at, other in lying.get(one.untyped_storage().data_ptr(), ())):
+            found.add(id(one))
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """From which address to which it lies."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def replacement(tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

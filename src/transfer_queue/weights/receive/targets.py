@@ -29,7 +29,7 @@ from transfer_queue.errors import (
 from transfer_queue.memory.handles import synchronize
 from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
-from transfer_queue.weights.receive.slots import Slots, places_of, replacement, writable
+from transfer_queue.weights.receive.slots import Place, Slots, places_of, replacement, within_parameters, writable
 from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
@@ -219,28 +219,22 @@ class InPlace(_ModuleTarget):
         slots = named_weights(self._module)
         same = ties(slots)
         new = once(staged, same)
-        whole = [name for name, value in new.items() if isinstance(value, torch.Tensor) and writable(slots[name])]
+        places = places_of(self._module)
+        apart = {id(slot) for slot in slots.values() if not writable(slot)}
+        apart |= within_parameters(slots, same) & places.keys()
+        here = {name: value for name, value in new.items() if id(slots[name]) not in apart}
+        whole = [name for name, value in here.items() if isinstance(value, torch.Tensor)]
         lives = [slots[name].detach() for name in whole]
         old: list[Any] = copies(lives) if self._undo else [None] * len(lives)
         news = [new[name].to(live.dtype) for name, live in zip(whole, lives, strict=True)]
         if self._stages_on_device:
             news = moved(news, lives)
         made = [_Change(*one) for one in zip(lives, news, old, strict=True)]
-        for name, patch in new.items():
+        for name, patch in here.items():
             if isinstance(patch, Patch):
                 live = slots[name].detach()
                 made.append(_Change(live, patch, patch.before(live) if self._undo else None))
-        return _Changes(made, self._slots(slots, same, new))
-
-    def _slots(self, slots: Tensors, same: Mapping[str, str], new: Mapping[str, Staged]) -> Slots:
-        places, found = places_of(self._module), Slots()
-        for slot, value in {id(slots[name]): (slots[name], new.get(same.get(name, name))) for name in slots}.values():
-            if isinstance(value, torch.Tensor) and not writable(slot):
-                memory = torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
-                found.add(places.get(id(slot), ()), replacement(slot, memory.copy_(value)))
-            elif value is not None:
-                found.add(places.get(id(slot), ()), slot)
-        return found
+        return _Changes(made, _slots_of(slots, new, same, places, apart))
 
     def commit(self, prepared: _Changes, tag: Any, timeout_s: float) -> Pause:
         with self._lock.writing(timeout_s) as drain_s:
@@ -405,6 +399,27 @@ class Flip(_ModuleTarget):
                     found.clear()  # a task that was started within has it, and may go on
                     self._num_readers[id(live.module)] -= 1
                     self._entered.notify_all()
+
+
+def _slots_of(
+    slots: Tensors,
+    new: Mapping[str, Staged],
+    same: Mapping[str, str],
+    places: Mapping[int, list[Place]],
+    apart: set[int],
+) -> Slots:
+    """What belongs at the places of a module once these are written. `apart`: the ids of those that get new memory."""
+    found = Slots()
+    for slot, value in {id(slots[name]): (slots[name], new.get(same.get(name, name))) for name in slots}.values():
+        if id(slot) in apart and (value is not None or writable(slot)):
+            memory = torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
+            memory.copy_(value if isinstance(value, torch.Tensor) else slot.detach())
+            if isinstance(value, Patch):
+                value.apply(memory)
+            found.add(places.get(id(slot), ()), replacement(slot, memory))
+        elif value is not None:
+            found.add(places.get(id(slot), ()), slot)
+    return found
 
 
 def moved(tensors: Collection[torch.Tensor], lives: Sequence[torch.Tensor]) -> list[torch.Tensor]:

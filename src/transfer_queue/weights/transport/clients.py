@@ -9,14 +9,16 @@ Client    vLLM's four calls, to every receiver: all that a trainer needs
 from __future__ import annotations
 
 import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import StaleBase, TransferQueueError
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 
+log = logging.getLogger("transfer_queue.weights")
 # Parts of the time left for an update that a server may take for a call, before the others go on without it.
 START_SHARE, UPDATE_SHARE, FINISH_SHARE = 0.3, 0.8, 0.8
 START_S = 10.0  # at most: nothing is moved
@@ -93,6 +95,21 @@ class Member(Client, Protocol):
         `owner` is called without it: see `takes_owner`."""
 
     def abort_weight_update(self) -> object: ...
+
+
+def missed_by(client: object) -> dict[str, str]:
+    """Who was left out of the update, and why; the log says so, too."""
+    found = client.missed() if isinstance(client, Partial) else {}
+    for name, why in found.items():
+        log.warning("%s did not take part in the update: %s", name, why)
+    return found
+
+
+def foremost(errors: Iterable[TransferQueueError]) -> TransferQueueError:
+    """Of what several servers have said, what their trainer is to hear: the first `StaleBase`, after which it sends all
+    of the version, which mends that whatever the others lack; else the first."""
+    said = list(errors)
+    return next((error for error in said if isinstance(error, StaleBase)), said[0])
 
 
 def takes_owner(method: Callable[..., object]) -> bool:

@@ -45,6 +45,7 @@ from transfer_queue.weights.transport.version_folders import (
     check_name,
     flush,
     leased,
+    newest_name,
     place_of,
     point_to,
     read_bucket,
@@ -266,7 +267,10 @@ class DiskEngine(Engine):
         """`path` where it really is, if it is below the root; without a root as it came."""
         if not self._allowed:
             return path
-        found = path.resolve()
+        try:
+            found = path.resolve()
+        except RuntimeError as error:  # links that lead in a circle, before Python 3.13
+            raise InvalidInput(f"{path} leads nowhere: {error}") from None
         if not found.is_relative_to(Path(self._allowed).resolve()):
             raise InvalidInput(f"{path} is not below {self._allowed}, the only place this server takes weights from")
         return found
@@ -278,11 +282,7 @@ class DiskEngine(Engine):
         return manifest
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
-        try:
-            name = self._permitted(place_of(self._root or Path(), label) / LATEST).read_text()
-        except OSError as error:
-            raise VersionGone(f"no version there yet: {error}") from None
-        return self._open(name, label)
+        return self._open(newest_name(self._permitted(place_of(self._root or Path(), label) / LATEST)), label)
 
     def _open(self, name: str, label: str) -> Manifest:
         """Lease a version's folder until the update ends."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, NotSupported, TransferQueueError, attempt, error_from_code
-from transfer_queue.weights.transport.deadline import Deadline, TimedCalls
+from transfer_queue.weights.transport.clients import Partial
+from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.info import Outcome
 from transfer_queue.weights.transport.serving import Empty, WeightServer, listen_tcp
 
@@ -109,6 +110,26 @@ def has(client: object, method: str) -> bool:
 def silent_workers(client: Any) -> int:
     """How many workers behind it never raise."""
     return int(client.silent_workers()) if has(client, "silent_workers") else 0
+
+
+def count_silent(client: Any, given: int | None, deadline: Deadline) -> tuple[int, set[str]]:
+    """How many workers behind a trainer's client never raise (`given`, where that was said), and which servers of a
+    `Partial` did not answer. Such a one may have some: see `expect_not_silent`."""
+    if given is not None:
+        return int(given), set()
+    if not isinstance(client, Partial):
+        return int(TimedCall(silent_workers, client).result(deadline)), set()
+    client.allow(deadline.left())
+    try:
+        return int(TimedCall(silent_workers, client).result(deadline)), set(client.missed())
+    finally:
+        client.allow(None)
+
+
+def expect_not_silent(client: Any) -> None:
+    """`NotSupported` for a server with such workers, where a trainer waits for no reports."""
+    if silent_workers(client):
+        raise NotSupported("this server's workers only report, those of other servers do not: make them a fleet")
 
 
 def shown_label(client: Any, before: str) -> str:

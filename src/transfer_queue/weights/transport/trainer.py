@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.adapter_calls import AdapterCalls
-from transfer_queue.weights.transport.clients import Client, Follower, Partial
+from transfer_queue.weights.transport.clients import Client, Follower, Partial, missed_by
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
@@ -41,6 +41,8 @@ from transfer_queue.weights.transport.pending import Base, PendingAdapter, Pendi
 from transfer_queue.weights.transport.reports import (
     UNKNOWN,
     Reports,
+    count_silent,
+    expect_not_silent,
     forget_caches,
     shown_label,
     silent_workers,
@@ -106,7 +108,7 @@ class TrainerEngine(AdapterCalls):
             made._allow(deadline)
             made._meet(deadline)
             made._is_anew = False
-            made._lacking |= set(made._missed())
+            made._lacking |= set(missed_by(client))
             made._allow(None)
             made._hear(None, deadline)
             made._label = made._shown_label(deadline)
@@ -407,8 +409,9 @@ class TrainerEngine(AdapterCalls):
         self.reports.forget("")
 
     def _count_silent(self, deadline: Deadline) -> int:
-        given = self.info.silent
-        return TimedCall(silent_workers, self._client).result(deadline) if given is None else int(given)
+        found, unknown = count_silent(self._client, self.info.silent, deadline)
+        self._lacking |= unknown
+        return found
 
     def _shown_label(self, deadline: Deadline) -> str:
         return str(self._call(shown_label, deadline, self._client, self._label)) if self._num_silent else self._label
@@ -460,7 +463,7 @@ class TrainerEngine(AdapterCalls):
             self._bring_adapters(rejoined, manifest, deadline)
         if self.info.caches == "clear" and self._num_silent:
             self._call(forget_caches, deadline, self._client)
-        self._lacking = set(missed := self._missed())
+        self._lacking = set(missed := missed_by(self._client))
         self._allow(None)
         update_s, commit_s = (after - before for before, after in itertools.pairwise(times))
         told = (number, self.run_id, manifest.root, manifest.kind, manifest.nbytes)
@@ -472,12 +475,6 @@ class TrainerEngine(AdapterCalls):
         """Tell the client how long its calls have together; None: the update is over."""
         if isinstance(self._client, Follower) or (isinstance(self._client, Partial) and not self._num_silent):
             self._client.allow(None if deadline is None else deadline.left())
-
-    def _missed(self) -> dict[str, str]:
-        found = self._client.missed() if isinstance(self._client, Partial) else {}
-        for name, why in found.items():
-            log.warning("%s did not take part in the update: %s", name, why)
-        return found
 
     def _start(self, draft: PendingVersion, deadline: Deadline) -> list[str]:
         """Start the update everywhere. A server that was started anew, or has an update open that was left there, is
@@ -518,6 +515,7 @@ class TrainerEngine(AdapterCalls):
         """Whether that server takes part in this update again."""
         one = client.member(name)
         try:
+            self._call(expect_not_silent, deadline, one)  # it may not have answered as they were counted
             self._call(one.init_weight_transfer_engine, deadline, self.introduction(0, deadline))
             if draft.adapter is not None and "" in self._newest:
                 self._bring(one, "", 0, self._infos(deadline, True), deadline)

@@ -55,9 +55,19 @@ def place_of(root: Path, label: str) -> Path:
 
 def check_name(name: str) -> str:
     """`name`, if a version's folder can be called so, or `InvalidInput`: it may have come from a file, or a trainer."""
-    if Path(name).name != name or not name.startswith("v"):
+    if Path(name).name != name or not name.startswith("v") or "\0" in name:
         raise InvalidInput(f"{name!r} is no version's folder")
     return name
+
+
+def newest_name(latest: Path) -> str:
+    """The version that this LATEST names; `VersionGone` where there is none, `InvalidInput` where it names none."""
+    try:
+        return check_name(latest.read_bytes().decode())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise VersionGone(f"no version there yet: {error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{latest} does not name a version: {error}") from None
 
 
 def shard_name(index: int, count: int) -> str:

@@ -381,7 +381,8 @@ def ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
             if first.setdefault(id(tensor), name) != name:
                 found[name] = first[id(tensor)]
         elif tensor.numel():
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            seen = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            key = (tensor.device, tensor.data_ptr(), seen)
             if first.setdefault(key, name) != name:
                 found[name] = first[key]
     return found
@@ -391,7 +392,8 @@ def check_plain(name: str, tensor: object) -> None:
     """`UnsupportedValue` for what is no dense tensor with memory."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedValue(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    is_dense = type(tensor.data) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
+    if not is_dense or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedValue(f"{name!r} is not a plain dense tensor with memory ({type(tensor.data).__name__})")
 
 
@@ -414,7 +416,7 @@ def _indexed(path: Path) -> dict[str, set[str] | None]:
             wanted = found.setdefault(file, set())
             assert wanted is not None
             wanted.add(name)
-    except (TypeError, KeyError, ValueError) as error:
+    except (OSError, TypeError, KeyError, ValueError) as error:
         raise InvalidInput(f"{path} is not an index of safetensors: {error}") from None
     return found
 
