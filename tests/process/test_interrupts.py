@@ -59,10 +59,10 @@ def test_a_second_interrupt_does_not_lose_what_the_first_one_gives_back(
     """The first one strikes as the call is about to confirm its rows, the second one before or after it."""
     client.put({"x": torch.zeros(2, 8)}, partition_id="p")
 
-    def interrupted(rid: int, to: str) -> None:
+    def interrupted(rid: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(client.session, "confirm", interrupted)
+    monkeypatch.setattr(client.session, "confirmation", interrupted)
     fetching = every(lambda: client.get_meta(["x"], 2, "p", task_name="t"), lambda: left(client) == 2)
     assert any("settle" in place for place in fetching)
     assert left(client) == 2

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from transfer_queue.server import spinner
-from transfer_queue.server.spinner import COST, MAX_CREDIT, TRY_AGAIN, Spinner
+from transfer_queue.server.spinner import COST, MAX_CREDIT, TRY_AGAIN, WINDOW, Spinner
 
 SPIN_S = 0.5
 
@@ -47,7 +47,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_it_looks_for_the_next_request_and_sleeps_when_none_came(clock: Clock) -> None:
     async def test() -> None:
         looker = Spinner(SPIN_S)
-        looker.handled()
+        looker.handled(None)
         for _ in range(5):
             clock.now += SPIN_S / 6
             await turn()
@@ -61,7 +61,7 @@ def test_each_request_begins_its_time_anew(clock: Clock) -> None:
     async def test() -> None:
         looker = Spinner(SPIN_S)
         for _ in range(5):
-            looker.handled()
+            looker.handled(None)
             clock.now += SPIN_S * 0.9
             await turn()
             assert looker.spins
@@ -73,11 +73,11 @@ def test_clients_that_call_less_often_let_it_sleep_but_for_a_try_now_and_then(cl
     async def test() -> None:
         looker = Spinner(SPIN_S)
         for _ in range(MAX_CREDIT):  # more than there is credit for
-            looker.handled()
+            looker.handled(None)
             await looks_in_vain(looker, clock)
         looked = 0
         for _ in range(10 * (TRY_AGAIN + 1)):
-            looker.handled()
+            looker.handled(None)
             looked += looker.spins
             await looks_in_vain(looker, clock)
         assert looked == 10
@@ -90,7 +90,7 @@ def test_a_burst_pays_for_the_look_after_it(clock: Clock) -> None:
         looker = Spinner(SPIN_S)
         for _ in range(100):
             for _ in range(COST + 1):
-                looker.handled()
+                looker.handled(None)
                 assert looker.spins
             await looks_in_vain(looker, clock)
 
@@ -103,8 +103,25 @@ def test_told_not_to_or_without_a_second_processor_it_never_looks(
 ) -> None:
     async def test() -> None:
         looker = Spinner(spin_s)
-        looker.handled()
+        looker.handled(None)
         assert not looker.spins
 
     monkeypatch.setattr(spinner, "usable_processors", lambda: processors)
+    run(test)
+
+
+def test_it_sleeps_at_once_while_as_many_clients_work_as_there_are_processors(clock: Clock) -> None:
+    async def test() -> None:
+        looker = Spinner(SPIN_S)
+        for asker in [*"ab"] * WINDOW:
+            looker.handled(asker)
+        await turn()
+        assert not looker.spins
+        for _ in range(WINDOW - 1):
+            looker.handled("a")
+            assert not looker.spins
+        looker.handled("a")
+        assert looker.spins
+        await looks_in_vain(looker, clock)
+
     run(test)

@@ -126,7 +126,7 @@ class RolloutBridge:
             markers = [_marker(ready, rank) for rank in range(plan.dp_size)]
             run(session, _put_markers(session, parts, markers))
             self.client.put(ready.columns, metadata=meta, dedupe=self.dedupe)  # all ranks get theirs now
-            session.confirm(request.rid)
+            session.notify(session.confirmation(request.rid))
         return [meta[first:end] for first, end in itertools.pairwise(ends)]
 
     def fetch(

@@ -8,6 +8,7 @@
          └─ drivers             run it: blocking, or on an asyncio event loop
              ├─ session         connections, arenas, memory; one server, many threads and event loops
              │   ├─ connection  one blocking connection: one request at a time
+             │   ├─ loops       the connections of event loops, one for each loop and server
              │   ├─ holding     what keeps the session alive: a connection for no calls, and who is at work
              │   ├─ endings     what a lost server means, in words
              │   ├─ arenas      the server's shared memory in this process

@@ -100,9 +100,9 @@ class Connection:
             raise ProtocolError(f"answer {reply!r} to another request")
         return reply, data
 
-    def notify(self, message: m.Message) -> None:
+    def notify(self, *messages: m.Message) -> None:
         """Send what nobody answers."""
-        self._frames.send(message, None)
+        self._frames.send_all(messages)
 
     @property
     def is_lost(self) -> bool:

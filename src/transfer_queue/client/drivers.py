@@ -48,7 +48,8 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
         result = _carry_out(session, operation, given, note)
         for call in given:
             if type(call.request) in TAKING:
-                session.confirm(call.request.rid, call.to)
+                given.untold.append((session.confirmation(call.request.rid), call.to))
+        session.tell(given.untold)
         if note is not None:
             note.ended(result)
         session.uses.end(given)  # not later: an interrupt that strikes in it gives back what the result is
@@ -58,6 +59,7 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
         try:
             if note is not None:
                 note.ended(None, error)
+            session.tell(given.untold)
             session.settle(not isinstance(error, UNANSWERED))
         finally:
             session.uses.end(given)
@@ -98,6 +100,13 @@ def _carry_out(session: Session, operation: Operation[T], given: Given, note: Op
 
 
 def _perform(session: Session, effect: Effect, given: Given, note: OperationNote | None) -> Any:
+    """Servers are told what is to be told with as few calls of the system as possible: each may wake one that sleeps,
+    which takes longer than most of what happens here. They hear of it before anything else is asked, or takes long."""
+    if type(effect) is Notify:
+        given.untold.append((effect.message, effect.to))
+        return None
+    if given.untold and not (type(effect) is Offload and effect.nbytes < OFFLOAD_NBYTES):
+        session.tell(given.untold)
     if type(effect) is Call:
         given.append(effect)
         if note is not None:
@@ -115,10 +124,8 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
         return session.call_together(effect.calls)
     if type(effect) is HoldSession:
         return session.hold()
-    if type(effect) is Trying:
-        return _attempt(session, effect, given, note)
-    assert type(effect) is Notify
-    return session.notify(effect.message, effect.to)
+    assert type(effect) is Trying
+    return _attempt(session, effect, given, note)
 
 
 def _attempt(session: Session, attempt: Trying, given: Given, note: OperationNote | None) -> Any:
@@ -126,9 +133,11 @@ def _attempt(session: Session, attempt: Trying, given: Given, note: OperationNot
     try:
         result = _carry_out(session, attempt.operation, attempted, note)
         given += attempted
+        given.untold += attempted.untold
         return result
     except BaseException as error:
         session.given_up.append((attempted, error.__class__))
+        session.tell(attempted.untold)
         session.settle(not isinstance(error, UNANSWERED))
         raise
 

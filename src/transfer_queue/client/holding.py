@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from transfer_queue.client.connection import Connection
 from transfer_queue.client.effects import Call
+from transfer_queue.client.one_way import Owed
 from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable
 from transfer_queue.wire import messages as m
 
@@ -96,9 +97,14 @@ class Hold:
 
 
 class Given(list[Call]):
-    """What an operation asked for so far, and may have been given: rows, blocks, pins."""
+    """What an operation asked for so far, and may have been given: rows, blocks, pins. `untold`: what servers are to be
+    told before anything else is asked, or at the end."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "untold")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.untold: list[Owed] = []
 
 
 class Uses:

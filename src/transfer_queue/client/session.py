@@ -29,7 +29,8 @@ from transfer_queue.client.endings import explained, raise_if_gone, restarted
 from transfer_queue.client.engine import EngineAccess
 from transfer_queue.client.holding import Hold, Uses
 from transfer_queue.client.listing import Listings
-from transfer_queue.client.one_way import OneWay
+from transfer_queue.client.loops import LoopConnections
+from transfer_queue.client.one_way import OneWay, Owed
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.retry import GRACE_S, Retry, left_s
 from transfer_queue.client.spilled import SpilledBlocks
@@ -47,7 +48,7 @@ from transfer_queue.memory.copy import Mover
 from transfer_queue.memory.pool import Pool
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.address import Address, parse_address
-from transfer_queue.wire.aio import AsyncConnection, opened
+from transfer_queue.wire.aio import AsyncConnection
 from transfer_queue.wire.handshake import ANY, Life
 
 MAX_IDLE = 16
@@ -132,7 +133,7 @@ class Session:
         self._hold = Hold(self._connected, lambda: self._one_way.again(""))  # it may not have read what it was told
         self.uses = Uses()
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-        self._loops: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[AsyncConnection]] = {}
+        self._loops = LoopConnections(self._open_on_loop, self._one_way.again)
 
     def _open_memory(self) -> None:
         self.arenas = MappedArenas(self._door, self._connect_timeout_s)
@@ -351,14 +352,26 @@ class Session:
 
     def notify(self, message: m.Message, to: str = "") -> None:
         """Tell the server; when it does not listen now, the next call does. Once it is gone, nobody needs to know."""
-        self._one_way.said(message, to)
-        self._notify(message, to)
+        self.tell([(message, to)])
+
+    def tell(self, untold: list[Owed]) -> None:
+        """As `notify`, of all of these: what one server is told goes with one system call. The list is empty then."""
+        if not untold:
+            return
+        told, untold[:] = list(untold), []
+        for message, to in told:
+            self._one_way.said(message, to)
+        for server in dict.fromkeys(to for _, to in told):
+            self._tell([message for message, to in told if to == server], server)
 
     def _notify(self, message: m.Message, to: str) -> None:
+        self._tell([message], to)
+
+    def _tell(self, messages: Sequence[m.Message], to: str) -> None:
         if self.ended is not None or self.closed:
             # The server may live on: a unit whose controller was started anew, or a service that others use. What is
             # pinned there is told over the connection that holds the pins.
-            if not to:
+            for message in () if to else messages:
                 self._hold.notify(message)
             return
         try:
@@ -366,19 +379,23 @@ class Session:
         except ServiceRestarted:
             return
         except (ServiceUnavailable, DeadlineExceeded):
-            self._one_way.owe(message, to)
+            self._owe(messages, to)
             return
         try:
-            connection.notify(message)
+            connection.notify(*messages)
         except (ServiceUnavailable, DeadlineExceeded):
             connection.close()
             self._one_way.again(to)  # nor may it have read what it was told before
-            self._one_way.owe(message, to)
+            self._owe(messages, to)
             return
         except BaseException:
             connection.close()
             raise
         self._give_back(connection, to)
+
+    def _owe(self, messages: Sequence[m.Message], to: str) -> None:
+        for message in messages:
+            self._one_way.owe(message, to)
 
     def settle(self, is_answered: bool) -> None:
         """Cancel the calls that were `given_up`. What a server that just did not answer, or a second interrupt, keeps
@@ -428,16 +445,16 @@ class Session:
             timeout_s = left_s(effect, deadline - time.monotonic())
         return self._checked(found)
 
-    def confirm(self, rid: int, to: str = "") -> None:
-        """Tell that the answer to a request was received."""
+    def confirmation(self, rid: int) -> m.Received:
+        """What tells that the answer to a request was received."""
         self._one_way.confirmed.append(rid)
-        self.notify(m.Received([rid]), to)
+        return m.Received([rid])
 
     def confirm_on_loop(self, rid: int, to: str = "") -> None:
         """Tell that the answer to a request was received: with what the running loop sends next, or in a moment."""
         self._one_way.confirmed.append(rid)
-        connection = opened(self._loops.get((asyncio.get_running_loop(), to)))
-        if connection is not None and connection.error is None:
+        connection = self._loops.here(to)
+        if connection is not None:
             connection.confirm(rid)
             return
         self._one_way.owe(m.Received([rid]), to)
@@ -445,31 +462,20 @@ class Session:
     def notify_on_loop(self, message: m.Message, to: str = "") -> None:
         """As `notify`, from the running loop and without waiting: over its connection, else with the next call."""
         self._one_way.said(message, to)
-        connection = opened(self._loops.get((asyncio.get_running_loop(), to)))
-        if connection is not None and connection.error is None:
+        connection = self._loops.here(to)
+        if connection is not None:
             connection.notify(message)
             return
         self._one_way.owe(message, to)
 
     async def _connection(self, timeout_s: float, to: str) -> AsyncConnection:
-        """The connection of the running loop to one server. A task of its own opens it, so that nobody else's call ends
-        with the one that asked for it first."""
+        """The connection of the running loop to one server."""
         self._check_open()
-        loop = asyncio.get_running_loop()
-        opening = self._loops.get((loop, to))
-        found = opened(opening)
-        if found is not None and found.error is None:
-            return found
-        if opening is None or opening.done():
-            if found is not None:  # lost
-                self._one_way.again(to)
-            self._forget_closed_loops()
-            opening = self._loops[loop, to] = loop.create_task(self._open_on_loop(to))
-            opening.add_done_callback(opened)  # an error counts as seen: whoever waits gets it, if somebody does
         within_s = min(timeout_s, self._connect_timeout_s)
-        if not (await asyncio.wait([opening], timeout=within_s))[0]:
+        found = await self._loops.get(to, within_s)
+        if found is None:
             raise DeadlineExceeded(f"no connection to {self._address_of(to)} within {within_s:g} s")
-        return opening.result()
+        return found
 
     async def _open_on_loop(self, to: str) -> AsyncConnection:
         connection, expected = AsyncConnection(self._address_of(to), decode_reply), Life(self.life.service)
@@ -489,12 +495,6 @@ class Session:
                 connection.close()
                 raise
         return connection
-
-    def _forget_closed_loops(self) -> None:
-        for key in [key for key in list(self._loops) if key[0].is_closed()]:
-            connection = opened(self._loops.pop(key, None))
-            if connection is not None:
-                connection.abandon()
 
     # ending and forking
 
@@ -543,10 +543,7 @@ class Session:
     def _detach(self, reason: ServiceUnavailable) -> None:
         forks.sessions.discard(self)
         self.changes = next(self._change_numbers)
-        for connection in map(opened, list(self._loops.values())):
-            if connection is not None:
-                connection.abandon(reason)
-        self._loops.clear()
+        self._loops.abandon(reason)
         for parked in list(self._waiting.values()):
             parked.shut()
         self.views.close()
@@ -580,14 +577,13 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Leave the parent's sockets and mappings alone, and start over."""
-        inherited, over_loops = list(self._connections), [opened(one) for one in list(self._loops.values())]
+        inherited, over_loops = list(self._connections), self._loops.all()
         ident, estate = self._child_session or (secrets.token_bytes(16), None)
         self._start(ident)  # first of all: whatever else fails, this process does not speak in its parent's name
         for connection in inherited:
             connection.close()
         for one in over_loops:
-            if one is not None:
-                forks.leave(one._transport.get_extra_info("socket"))
+            forks.leave(one._transport.get_extra_info("socket"))
         self.arenas.close()
         self.engine.leave_behind()
         self.mover = Mover(self.config.get("copy_threads"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
+from transfer_queue.controller.deadlines import earliest
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
@@ -94,6 +95,7 @@ class Controller:
         admits = self.staleness.admissions.parked
         others = (self.locks.parked, self.groups.parked, self.series.parked, self.watching.parked)
         self._lots = (self._fetching.parked, self._quota_waiters, admits, *others)  # requests that wait, but for loads
+        self._timed = (*self._terms, self._redelivery, self.locks, *self._lots)
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)
@@ -171,8 +173,7 @@ class Controller:
             lot.notice_after_s = seconds
 
     def next_deadline(self) -> float | None:
-        owners = (*self._terms, self._redelivery, self.locks, *self._lots)
-        return min((d for d in (owner.next_deadline() for owner in owners) if d is not None), default=None)
+        return earliest(self._timed)
 
     def postpone(self, by_s: float) -> None:
         """What is lent ends so much later: nobody could renew it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 NO_TIME = -math.inf  # before the first event, while what lasts is carried out anew
@@ -13,6 +13,20 @@ NO_TERM = (None, 0)
 
 class Term(Protocol):
     deadline: float
+
+
+class Timed(Protocol):
+    def next_deadline(self) -> float | None: ...
+
+
+def earliest(owners: Iterable[Timed]) -> float | None:
+    """The first of their deadlines; None where none has one. Asked after every event: no generators."""
+    first = None
+    for owner in owners:
+        deadline = owner.next_deadline()
+        if deadline is not None and (first is None or deadline < first):
+            first = deadline
+    return first
 
 
 class Deadlines:

@@ -144,7 +144,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._reader.keep()
         if changed:  # for others, too
             self._server.deliver()
-            self._server.spinner.handled()
+            self._server.spinner.handled(self)
 
     def take_turn(self) -> None:
         """Handle the long request that waited for its turn, and what came after it."""

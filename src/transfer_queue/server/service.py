@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from transfer_queue.controller.deadlines import earliest
 from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, StoreFull, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.cell_digests import CellDigester
@@ -543,8 +544,7 @@ class Service:
         self.apply_outcomes()
 
     def next_deadline(self) -> float | None:
-        owners = (self.controller, self.unit, self.members, self.sessions)
-        return min((d for d in (owner.next_deadline() for owner in owners) if d is not None), default=None)
+        return earliest((self.controller, self.unit, self.members, self.sessions))
 
     def answered(self, now: float) -> Iterator[tuple[Hashable, Answer]]:
         """Tickets and answers of parked requests that were answered since the last call; `Waiting` is none yet."""

@@ -9,6 +9,7 @@ from transfer_queue.memory.processors import usable_processors
 
 COST = 5  # a look in vain takes the processor time that so many requests, found awake, save
 MAX_CREDIT = 64
+WINDOW = 32  # requests, by whose askers it is judged how many clients are at work
 TRY_AGAIN = 100  # without credit after so many requests the next is followed by a look: clients may have changed
 
 
@@ -18,21 +19,33 @@ class Spinner:
     answers. The server looks while such a client works, so it takes more of a processor (docs/benchmarks.md).
 
     Who calls less often than that gains nothing, and a look in vain takes a processor from others. So each request that
-    is found by looking earns credit, each look in vain costs `COST`, and without credit the loop sleeps at once.
+    is found by looking earns credit, each look in vain costs `COST`, and without credit the loop sleeps at once. So it
+    does where as many clients are at work as there are processors: one of them waits for that of the server.
     `spins`: whether it looks now.
     """
 
     def __init__(self, spin_s: float) -> None:
-        alone = usable_processors() < 2  # a client cannot run while this looks
-        self._spin_s = 0.0 if alone else spin_s
+        self._processors = usable_processors()
+        self._spin_s = 0.0 if self._processors < 2 else spin_s  # a client cannot run while this looks
+        self._askers: set[int] = set()  # of the requests of this window
+        self._num_asked = 0
+        self._is_crowded = False
         self._until = 0.0
         self.spins = False
         self._credit = MAX_CREDIT // 2
         self._slept = 0  # how many requests were followed by sleep
 
-    def handled(self) -> None:
-        """Requests have been handled: the next may be near."""
+    def handled(self, asker: object) -> None:
+        """Requests of one connection have been handled: the next may be near."""
         if not self._spin_s:
+            return
+        self._askers.add(id(asker))
+        self._num_asked += 1
+        if self._num_asked == WINDOW:
+            self._is_crowded = len(self._askers) >= self._processors
+            self._askers, self._num_asked = set(), 0
+        if self._is_crowded:
+            self._until = 0.0
             return
         if self.spins:
             self._credit = min(self._credit + 1, MAX_CREDIT)

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeAlias
 
 import numpy as np
@@ -71,11 +71,7 @@ class FrameSocket(Generic[M]):
         """Takes at most `timeout_s` (None: as long as the call before might have)."""
         nbytes = 0 if payload is None else len(payload)
         try:
-            header = self._encode(message)
-            if len(header) <= CHECKED_NBYTES:
-                self.check(header)
-            elif len(header) > self.check_long[0]:
-                self.check_long[1](message, header)
+            header = self._checked(message)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
@@ -93,6 +89,30 @@ class FrameSocket(Generic[M]):
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
         except UNREADABLE as error:
             raise unsendable(message, error) from None
+
+    def send_all(self, messages: Sequence[M]) -> None:
+        """Small ones without payloads, at once. Takes at most as long as the call before might have."""
+        message = messages[0]
+        try:
+            frames = []
+            for message in messages:
+                frames.append(frame(self._checked(message)))
+            self.socket.sendall(b"".join(frames))
+        except (BlockingIOError, TimeoutError):
+            raise DeadlineExceeded(f"{self.peer} does not read") from None
+        except OSError as error:
+            raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
+        except UNREADABLE as error:
+            raise unsendable(message, error) from None
+
+    def _checked(self, message: M) -> bytes:
+        """Its header, which the other end takes. Raises `UNREADABLE`."""
+        header = self._encode(message)
+        if len(header) <= CHECKED_NBYTES:
+            self.check(header)
+        elif len(header) > self.check_long[0]:
+            self.check_long[1](message, header)
+        return header
 
     def _send_long(self, payload: memoryview | bytes) -> None:
         """With Python's deadline, which holds for the whole: the kernel's starts anew with every piece."""
