@@ -20,13 +20,9 @@ class Timed(Protocol):
 
 
 def earliest(owners: Iterable[Timed]) -> float | None:
-    """The first of their deadlines; None where none has one. Asked after every event: no generators."""
-    first = None
-    for owner in owners:
-        deadline = owner.next_deadline()
-        if deadline is not None and (first is None or deadline < first):
-            first = deadline
-    return first
+    """The first of their deadlines; None where none has one."""
+    found = [one for one in [owner.next_deadline() for owner in owners] if one is not None]
+    return min(found, default=None)
 
 
 class Deadlines:

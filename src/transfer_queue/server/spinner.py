@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 
 from transfer_queue.memory.processors import usable_processors
 
 COST = 5  # a look in vain takes the processor time that so many requests, found awake, save
 MAX_CREDIT = 64
-WINDOW = 32  # requests, by whose askers it is judged how many clients are at work
+WINDOW = 32  # requests, whose askers are the clients at work
 TRY_AGAIN = 100  # without credit after so many requests the next is followed by a look: clients may have changed
 
 
@@ -25,11 +26,10 @@ class Spinner:
     """
 
     def __init__(self, spin_s: float) -> None:
-        self._processors = usable_processors()
-        self._spin_s = 0.0 if self._processors < 2 else spin_s  # a client cannot run while this looks
-        self._askers: set[int] = set()  # of the requests of this window
-        self._num_asked = 0
-        self._is_crowded = False
+        self._spin_s = spin_s
+        # At so many clients it sleeps. With less than two processors none can run while this looks.
+        self._limit = usable_processors() if spin_s and usable_processors() >= 2 else 0.0
+        self._askers: deque[int] = deque(maxlen=WINDOW)  # of the last requests
         self._until = 0.0
         self.spins = False
         self._credit = MAX_CREDIT // 2
@@ -37,14 +37,8 @@ class Spinner:
 
     def handled(self, asker: object) -> None:
         """Requests of one connection have been handled: the next may be near."""
-        if not self._spin_s:
-            return
-        self._askers.add(id(asker))
-        self._num_asked += 1
-        if self._num_asked == WINDOW:
-            self._is_crowded = len(self._askers) >= self._processors
-            self._askers, self._num_asked = set(), 0
-        if self._is_crowded:
+        self._askers.append(id(asker))
+        if len(set(self._askers)) >= self._limit:
             self._until = 0.0
             return
         if self.spins:
