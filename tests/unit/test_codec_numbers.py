@@ -17,6 +17,8 @@ from transfer_queue.bridge.schema import Ragged, RolloutSchema
 from transfer_queue.codec import lists, numbers
 from transfer_queue.errors import SchemaViolation
 
+INTS, FLOATS = np.dtype(np.int64), np.dtype(np.float64)
+
 
 class Level(enum.IntEnum):
     LOW = 1
@@ -74,17 +76,17 @@ def test_rows_with_any_items_are_those_of_the_slow_way(extra: list[list[Any]], a
 @pytest.mark.parametrize("items", [(1.0, True), (None,) * 5, (True,) * 5, (b"",), ("",), ([],), (Level.LOW,)])
 def test_items_that_take_as_many_bytes_as_ints_are_noticed(items: tuple[Any, ...]) -> None:
     row = [5] * 2000 + list(items)
-    assert numbers.exact_numbers([row], int) is None
-    assert numbers.exact_numbers([[0.5] * 2000 + [True] * 9], float) is None
+    assert numbers.exact_numbers([row], INTS) is None
+    assert numbers.exact_numbers([[0.5] * 2000 + [True] * 9], FLOATS) is None
 
 
 def test_many_numbers_are_taken_at_once() -> None:
     count, ends = list(range(-1000, 1000)), [2**31 - 1, -(2**31)]
-    found = numbers.exact_numbers([count, [], ends], int)
+    found = numbers.exact_numbers([count, [], ends], INTS)
     assert found is not None
     assert found.tolist() == count + ends
     floats, last = [0.5] * 1500, [float("inf"), -0.0]
-    found = numbers.exact_numbers([floats, [], last], float)
+    found = numbers.exact_numbers([floats, [], last], FLOATS)
     assert found is not None
     assert found.tobytes() == np.array(floats + last).tobytes()
 
@@ -92,7 +94,7 @@ def test_many_numbers_are_taken_at_once() -> None:
 def test_lists_in_each_other_without_end_are_left_to_the_slow_way() -> None:
     row: list[Any] = [1] * 2000
     row[5] = row
-    assert numbers.exact_numbers([row], int) is None
+    assert numbers.exact_numbers([row], INTS) is None
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "float64"])

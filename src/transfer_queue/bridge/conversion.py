@@ -208,19 +208,13 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
         arrays = [_array(name, _from_list(name, values[row], row, wanted), row, column.shape, wanted) for row in rows]
         return [torch.from_numpy(array) for array in arrays]
     offsets = offsets_of([len(values[row]) for row in rows])
-    flat = _at_once([values[row] for row in rows], wanted)
+    lists = [values[row] for row in rows]
+    is_plain = wanted.name in _AT_ONCE and all(type(one) is list for one in lists)
+    flat = exact_numbers(lists, wanted) if is_plain else None
     if flat is None:
         flat = _row_by_row(name, values, column, wanted, rows, offsets, letter)
-    _check_floats(name, flat, (values[row] for row in rows), rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
+    _check_floats(name, flat, lists, rows, np.repeat(np.arange(len(rows)), np.diff(offsets)))
     return jagged(torch.from_numpy(flat), Offsets.of(offsets), 1)
-
-
-def _at_once(lists: list[Any], wanted: np.dtype[Any]) -> NDArray[Any] | None:
-    if wanted.name not in _AT_ONCE or any(type(one) is not list for one in lists):
-        return None
-    found = exact_numbers(lists, float if wanted.kind == "f" else int)
-    with np.errstate(over="ignore"):  # looked at by `_check_floats`
-        return None if found is None else found.astype(wanted)
 
 
 def _row_by_row(

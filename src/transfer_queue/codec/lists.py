@@ -8,15 +8,17 @@ again: it would take a Decimal, or a member of an enum, for one. Both are faster
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from transfer_queue.codec.dtypes import lying_as
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.numbers import exact_numbers
 from transfer_queue.codec.registry import registered
@@ -122,15 +124,10 @@ def _joined(rows: Sequence[list[Any]]) -> tuple[torch.Tensor, Ints] | None:
 
 
 def _at_once(rows: Sequence[list[Any]], kind: type) -> torch.Tensor | None:
-    found = exact_numbers(rows, kind)
-    if found is None or kind is int:
-        return None if found is None else torch.from_numpy(found.astype(np.int64))
-    with np.errstate(over="ignore"):
-        rounded = found.astype(np.float32)
-    grew = np.isinf(rounded)
-    if grew.any() and np.isfinite(found[grew]).any():
+    found = exact_numbers(rows, lying_as(_FORMATS[kind][1])[0])
+    if found is None or (kind is float and _overflowed(found, itertools.chain.from_iterable(rows))):
         return None
-    return torch.from_numpy(rounded)
+    return torch.from_numpy(found)
 
 
 def _joined_as(rows: Sequence[list[Any]], kind: type) -> tuple[torch.Tensor, Ints] | None:
@@ -170,7 +167,7 @@ def _pack(row: Sequence[Any], kind: type) -> tuple[bytearray, torch.dtype] | Non
         struct.pack_into(f"{len(row)}{letter}", out, 0, *row)
     except (struct.error, OverflowError):
         return None
-    if kind is float and np.isinf(np.frombuffer(out, np.float32)).any() and any(map(_overflows, row)):
+    if kind is float and _overflowed(np.frombuffer(out, np.float32), row):
         return None
     return out, dtype
 
@@ -196,6 +193,6 @@ def _is_held(number: Any) -> bool:
     return bool(float(np.float32(number)) == number)
 
 
-def _overflows(number: float) -> bool:
-    """Whether a finite number is beyond float32."""
-    return FLOAT32_MAX < abs(number) < math.inf
+def _overflowed(found: np.ndarray[Any, Any], numbers: Iterable[float]) -> bool:
+    """Whether finite ones of these numbers are beyond float32, as which they were `found`."""
+    return bool(np.isinf(found).any()) and any(FLOAT32_MAX < abs(number) < math.inf for number in numbers)

@@ -19,28 +19,27 @@ VERSION = 2  # floats are binary from here on, and later ones write what comes t
 FEW = 1024  # so many take about as long either way
 PROBED = 8  # rows whose first item is looked at before all are written: long ints are often long from the first on
 LIST_HEAD = 5  # bytes that say how long a list is
+# By the kind of a dtype: its record, and the tags of an item and of what stands before the items of a row.
 RECORDS = {
-    int: (np.dtype([("tag", "u1"), ("value", "<i4")]), ord("i"), ord("[")),
-    float: (np.dtype([("tag", "u1"), ("value", "<f8")]), ord("g"), ord("N")),
+    "i": (np.dtype([("tag", "u1"), ("value", "<i4")]), ord("i"), ord("[")),
+    "f": (np.dtype([("tag", "u1"), ("value", "<f8")]), ord("g"), ord("N")),
 }
 # Before the head of each row, so that it takes as many bytes as a float, and all records lie in one array.
 FILLING = (None,) * 4
 
 
-def exact_numbers(rows: Sequence[list[Any]], kind: type) -> NDArray[Any] | None:
-    """The items of all rows, one after the other, int32 or float64.
+def exact_numbers(rows: Sequence[list[Any]], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The items of all rows, one after the other; floats that `dtype` has not are rounded, to infinity beyond it.
 
-    None where one is not exactly of `kind`, int or float (but of a subclass, a truth value, a scalar of NumPy), where
-    an int needs more than 32 bits, or where they are few.
+    None where one is not exactly an int, for a dtype of signed ints of 32 bits or more, or a float, for one of floats
+    (but of a subclass, a truth value, a scalar of NumPy), where an int needs more than 32 bits, or where they are few.
     """
-    if kind not in RECORDS or not all(_may_fit(row[0]) for row in rows[:PROBED] if row):
+    count = sum(map(len, rows))
+    if count < FEW or dtype.kind not in RECORDS or not all(_may_fit(row[0]) for row in rows[:PROBED] if row):
         return None
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    count = int(lengths.sum())
-    if count < FEW:
-        return None
-    record, item, head = RECORDS[kind]
-    parts: Any = rows if kind is int else list(itertools.chain.from_iterable((*FILLING, row) for row in rows))
+    record, item, head = RECORDS[dtype.kind]
+    is_float = dtype.kind == "f"
+    parts: Any = list(itertools.chain.from_iterable((*FILLING, row) for row in rows)) if is_float else rows
     try:
         written = marshal.dumps(parts, VERSION)
     except ValueError:  # an item that it does not write, or lists in each other too deep
@@ -48,14 +47,14 @@ def exact_numbers(rows: Sequence[list[Any]], kind: type) -> NDArray[Any] | None:
     if len(written) != LIST_HEAD + record.itemsize * (len(rows) + count):
         return None
     records = np.frombuffer(written, record, offset=LIST_HEAD)
-    tags = records["tag"]
+    tags, lengths = records["tag"], np.fromiter(map(len, rows), np.int64, len(rows))
     are_items = tags == item
     # The first item of another type would begin where a record begins, with a tag of its own.
     heads = tags[np.cumsum(lengths + 1) - lengths - 1]
     if np.count_nonzero(are_items) != count or not (heads == head).all():
         return None
-    found: NDArray[Any] = records["value"][are_items]
-    return found
+    with np.errstate(over="ignore"):
+        return records["value"][are_items].astype(dtype, copy=False)
 
 
 def _may_fit(first: Any) -> bool:

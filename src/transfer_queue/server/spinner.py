@@ -28,7 +28,8 @@ class Spinner:
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
         # At so many clients it sleeps. With less than two processors none can run while this looks.
-        self._limit = usable_processors() if spin_s and usable_processors() >= 2 else 0.0
+        processors = usable_processors()
+        self._limit = processors if spin_s and processors >= 2 else 0.0
         self._askers: deque[int] = deque(maxlen=WINDOW)  # of the last requests
         self._until = 0.0
         self.spins = False

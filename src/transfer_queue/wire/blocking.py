@@ -70,48 +70,40 @@ class FrameSocket(Generic[M]):
     ) -> None:
         """Takes at most `timeout_s` (None: as long as the call before might have)."""
         nbytes = 0 if payload is None else len(payload)
+        self._send(frame(self._header(message), nbytes), timeout_s, payload, fd)
+
+    def send_all(self, messages: Sequence[M]) -> None:
+        """Those without payloads, with one call of the system. Takes at most as long as the call before might have."""
+        self._send(b"".join([frame(self._header(message)) for message in messages]), None, None, None)
+
+    def _send(self, frames: bytes, timeout_s: float | None, payload: memoryview | bytes | None, fd: int | None) -> None:
         try:
-            header = self._checked(message)
             if timeout_s is not None:
                 self._limit(timeout_s)
             if fd is not None:
-                socket.send_fds(self.socket, [frame(header, nbytes)], [fd])
-            elif payload is None or nbytes > JOIN_NBYTES:
-                self.socket.sendall(frame(header, nbytes))
+                socket.send_fds(self.socket, [frames], [fd])
+            elif payload is None or len(payload) > JOIN_NBYTES:
+                self.socket.sendall(frames)
             else:
-                self.socket.sendall(b"".join((frame(header, nbytes), payload)))
+                self.socket.sendall(b"".join((frames, payload)))
                 return
-            if payload is not None and nbytes:
+            if payload:
                 self._send_long(payload)
         except (BlockingIOError, TimeoutError):
             raise DeadlineExceeded(f"{self.peer} does not read") from None
         except OSError as error:
             raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
-        except UNREADABLE as error:
-            raise unsendable(message, error) from None
 
-    def send_all(self, messages: Sequence[M]) -> None:
-        """Small ones without payloads, at once. Takes at most as long as the call before might have."""
-        message = messages[0]
+    def _header(self, message: M) -> bytes:
+        """What the other end takes of it. Raises `InvalidInput`."""
         try:
-            frames = []
-            for message in messages:
-                frames.append(frame(self._checked(message)))
-            self.socket.sendall(b"".join(frames))
-        except (BlockingIOError, TimeoutError):
-            raise DeadlineExceeded(f"{self.peer} does not read") from None
-        except OSError as error:
-            raise ServiceUnavailable(f"lost {self.peer}: {error}") from error
+            header = self._encode(message)
+            if len(header) <= CHECKED_NBYTES:
+                self.check(header)
+            elif len(header) > self.check_long[0]:
+                self.check_long[1](message, header)
         except UNREADABLE as error:
             raise unsendable(message, error) from None
-
-    def _checked(self, message: M) -> bytes:
-        """Its header, which the other end takes. Raises `UNREADABLE`."""
-        header = self._encode(message)
-        if len(header) <= CHECKED_NBYTES:
-            self.check(header)
-        elif len(header) > self.check_long[0]:
-            self.check_long[1](message, header)
         return header
 
     def _send_long(self, payload: memoryview | bytes) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.arguments import items
 from transfer_queue.client.effects import Call, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
@@ -41,11 +42,7 @@ class PartitionMap:
 
 def report_replicas(session: Session, replicas: Iterable[m.ReplicaStatus]) -> Operation[None]:
     """See `TransferQueueClient.report_replicas`."""
-    try:
-        found = list(replicas)
-    except TypeError:
-        raise InvalidInput(f"replicas are ReplicaStatus, got {replicas!r:.200}") from None
-    yield Call(m.ReportReplicas(session.next_rid(), found))
+    yield Call(m.ReportReplicas(session.next_rid(), items(replicas, "replicas")))
 
 
 def overview(session: Session, most: int) -> Operation[m.ServiceOverview]:

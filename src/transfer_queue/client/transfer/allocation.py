@@ -15,6 +15,7 @@ from transfer_queue.client.drivers import awaitable, blocking
 from transfer_queue.client.effects import Call, Notify, Offload, Operation
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, commit, noted, send_block, store_in_engine
+from transfer_queue.codec.assemble import typed
 from transfer_queue.codec.dtypes import torch_dtype
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import plan_empty
@@ -85,13 +86,7 @@ class Allocation(Mapping[str, torch.Tensor]):
         for column in self._plan.columns:
             offset, nbytes = column.parts[0]
             shape = (self._plan.rows, *column.shape)
-            dtype = torch_dtype(column.dtype)
-            data = (
-                torch.from_numpy(memory[offset : offset + nbytes]).view(dtype)
-                if nbytes
-                else torch.empty(0, dtype=dtype, device="cpu")
-            )
-            self._tensors[column.name] = data.view(shape)
+            self._tensors[column.name] = typed(memory[offset : offset + nbytes], torch_dtype(column.dtype), shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

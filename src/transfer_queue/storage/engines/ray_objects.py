@@ -4,9 +4,8 @@
 It owns the keeper, which therefore ends with it, and asks the keeper what the server wants to know: a request and an
 answer are a line of JSON each, and the end of its input is its own.
 
-Facts behind it, of Ray 2.60: `ray.get_object_locations` has no entry for an object whose owner is dead, or did not
-answer it, and `ray.wait` calls one of a dead owner ready; a process is killed by its own Ray library when the head of
-its cluster was gone for 60 s.
+Facts behind it, of Ray 2.60: `ray.get_object_locations` has no entry for an object whose owner is dead, and `ray.wait`
+calls it ready; a process is killed by its own Ray library when the head of its cluster was gone for 60 s.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def _is_somewhere(place: dict[str, Any] | None) -> bool:
 
 
 def _lost(suspects: list[Any]) -> set[Any]:
-    """Those of which Ray says that they are lost when they are to be had. Of an owner that was too busy to say where
-    an object lies it says nothing, as of one that is dead; and what nobody can say now is not given up."""
+    """Those of which Ray says that they are lost when they are to be had: that it did not say where an object lies is
+    no proof. What nobody can say now is not given up."""
     lost = set()
     known, _ = ray.wait(suspects, num_returns=len(suspects), timeout=LOOK_MS / 1e3) if suspects else ([], [])
     for one in known:
