@@ -19,7 +19,9 @@ from transfer_queue.codec.joining import RowJoin
 from transfer_queue.codec.layout import HEAD, decode_layout, encode_layout
 from transfer_queue.codec.lone_rows import LoneRows
 from transfer_queue.codec.rows import BlockBytes, Copier
+from transfer_queue.codec.select import cut_out
 from transfer_queue.codec.spread_rows import BlockShare, LoneShare, SpreadRows
+from transfer_queue.errors import ProtocolError
 
 QUICK = settings(max_examples=150, deadline=None, database=None)
 
@@ -166,3 +168,37 @@ def test_blocks_of_several_dtypes_or_without_the_field_are_read_run_by_run() -> 
         given = spread([*several, (other, [1])], [], [0, 1, 2])
         assert given is not None
         assert given[0].plain("x") is None
+
+
+DENSE_COLUMNS = {
+    "flat": torch.arange(6, dtype=torch.int16),
+    "wide": torch.arange(6 * 2 * 3, dtype=torch.float64).reshape(6, 2, 3),
+    "empty": torch.zeros(6, 0),
+}
+
+
+@QUICK
+@given(st.sets(st.sampled_from([*DENSE_COLUMNS, "text"]), min_size=1), st.integers(0, 5), st.integers(1, 6))
+def test_rows_that_follow_each_other_are_cut_out_as_they_are(names: set[str], first: int, count: int) -> None:
+    count = min(count, 6 - first)
+    whole = put({**DENSE_COLUMNS, "text": [f"row {n}" for n in range(6)]}, 6)
+    cut = cut_out(encode_layout(whole.layout), whole.data, first, count, sorted(names))
+    data = np.full(cut.nbytes, 0xCC, np.uint8)
+    cut.fill(data)
+    found = BlockBytes(data, decode_layout(cut.layout), -1)
+    assert {column.name for column in found.layout.columns} == names
+    for name in names:
+        assert same(rows_of(get(found, name)), rows_of(get(whole, name))[first : first + count])
+
+
+@pytest.mark.parametrize("first", [-1, 3])
+def test_rows_beyond_a_block_are_not_cut_out(first: int) -> None:
+    whole = put({"x": torch.zeros(4, 3)}, 4)
+    with pytest.raises(ProtocolError):
+        cut_out(encode_layout(whole.layout), whole.data, first, 2, ["x"])
+
+
+def test_rows_are_not_cut_out_of_less_memory_than_the_layout_has() -> None:
+    whole = put({"x": torch.zeros(4, 100)}, 4)
+    with pytest.raises(ProtocolError):
+        cut_out(encode_layout(whole.layout), whole.data[:64], 0, 1, ["x"])

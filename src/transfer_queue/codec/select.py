@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from transfer_queue.codec.layout import Builder, Column, Layout
+from transfer_queue.codec.layout import Builder, Column, Layout, decode_layout, encode_layout
 from transfer_queue.codec.rows import BlockBytes, Copier, Run, gather_ragged, join_offsets, take_dense, varied_parts
 from transfer_queue.codec.slices import Slice, sliced, sliced_column
 from transfer_queue.errors import ProtocolError
@@ -46,6 +48,58 @@ def selected(
     return Layout(len(rows), builder.nbytes, columns), fill
 
 
+class Span(NamedTuple):
+    """Of a dense column: where its rows begin in the block, bytes of one of them, and where they go."""
+
+    source: int
+    row_nbytes: int
+    into: int
+
+
+class Cut(NamedTuple):
+    """Rows of a block that follow each other, as a block of their own: its layout, its bytes, and what writes them."""
+
+    layout: bytes
+    nbytes: int
+    fill: Fill
+
+
+def cut_out(layout: bytes, data: Bytes, first: int, count: int, fields: Sequence[str]) -> Cut:
+    """`count` rows of `fields` from `first` on. Raises as `selected`.
+
+    Rows of dense columns are spans whose places are the same for every row, so they are found once.
+    """
+    whole, dense = decode_layout(layout), _dense_spans(layout, count, tuple(fields))
+    if dense is None or whole.nbytes > len(data) or not 0 <= first <= first + count <= whole.rows:
+        made, fill = selected(whole, data, np.arange(first, first + count), fields)
+        return Cut(encode_layout(made), made.nbytes, fill)
+    encoded, nbytes, spans = dense
+
+    def copy(into: Bytes) -> None:
+        for source, row_nbytes, place in spans:
+            begin, length = source + first * row_nbytes, count * row_nbytes
+            into[place : place + length] = data[begin : begin + length]
+
+    return Cut(encoded, nbytes, copy)
+
+
+@lru_cache(maxsize=1024)
+def _dense_spans(layout: bytes, count: int, fields: tuple[str, ...]) -> tuple[bytes, int, list[Span]] | None:
+    """The layout of so many rows of these fields, its bytes, and where they come from; None where one is not dense."""
+    builder = Builder()
+    columns, spans = [], []
+    for column in decode_layout(layout).columns:
+        if column.name not in fields:
+            continue
+        if column.kind != DENSE:
+            return None
+        row_nbytes = column.row_nbytes()
+        place = builder.place(count * row_nbytes)
+        spans.append(Span(column.parts[0][0], row_nbytes, place[0]))
+        columns.append(msgspec.structs.replace(column, parts=[place]))
+    return encode_layout(Layout(count, builder.nbytes, columns)), builder.nbytes, spans
+
+
 def _column(block: BlockBytes, column: Column, rows: Ints, builder: Builder, writes: list[tuple[int, Bytes]]) -> Column:
     children = [_column(block, child, rows, builder, writes) for child in column.children]
     parts = []
@@ -71,10 +125,10 @@ def _sliced(
 def _parts(block: BlockBytes, column: Column, rows: Ints) -> list[np.ndarray]:
     if column.kind == NESTED:
         return []
-    runs = [Run(block, column, int(row), 1) for row in rows]
     if column.kind == DENSE:
         return [take_dense(block, column, rows, Copier())]
     if column.kind == RAGGED:
+        runs = [Run(block, column, row, 1) for row in rows.tolist()]
         return list(gather_ragged(runs, column.ragged, Copier()))
     if column.kind == VARIED:
         values, offsets, shapes = varied_parts(block, column)

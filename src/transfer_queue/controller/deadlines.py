@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 NO_TIME = -math.inf  # before the first event, while what lasts is carried out anew
-NO_TERM = (None, 0)
 
 
 class Term(Protocol):
@@ -20,9 +19,13 @@ class Timed(Protocol):
 
 
 def earliest(owners: Iterable[Timed]) -> float | None:
-    """The first of their deadlines; None where none has one."""
-    found = [one for one in [owner.next_deadline() for owner in owners] if one is not None]
-    return min(found, default=None)
+    """The first of their deadlines; None where none has one. A server asks this after every event."""
+    first: float | None = None
+    for owner in owners:
+        found = owner.next_deadline()
+        if found is not None and (first is None or found < first):
+            first = found
+    return first
 
 
 class Deadlines:
@@ -53,7 +56,8 @@ class Deadlines:
         return None
 
     def next_deadline(self) -> float | None:
-        return (self.first() or NO_TERM)[0]
+        found = self.first() if self._heap else None
+        return None if found is None else found[0]
 
     def postpone(self, by_s: float) -> None:
         for term in self._live.values():

@@ -377,20 +377,23 @@ class Fetching:
         if message.batch_size == ALL:
             return self._hand_out_all(request, table, view)
         config = {**for_sampler(message.sampling), "partition_id": message.partition, "task_name": message.task}
-        cached = self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
+        remembers = not self._needs_rows(message)
+        cached = remembers and self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
         last = rest(message, table, view)
         size = last or message.batch_size
-        if not cached and view.count < self.calls.ask(sampler.least_ready, size):
+        if not cached and view.count < (self.calls.ask(sampler.least_ready, size) if remembers else size):
             return None
         try:
             slots, used = self._sample(size, config, table, view)
         except InvalidInput as error:
             raise refused_rest(error, last, table.name) from None
-        if (slots < 0).any() or (used < 0).any():
-            raise SamplerFailed(f"{type(sampler).__name__} chose rows that are not in partition {table.name!r}")
         if not len(slots) or (cached and not _all_ready(table, slots, message.fields)):
             return None
-        if not cached and self.calls.ask(sampler.has_cached_result, message.partition, message.task, config):
+        if (
+            remembers
+            and not cached
+            and self.calls.ask(sampler.has_cached_result, message.partition, message.task, config)
+        ):
             self._remembered = True
         reply = row_set(message.rid, table, slots, message.fields)
         if sampler.reserves:
@@ -505,7 +508,7 @@ class Fetching:
             self._offered(grant.table, grant.task, back)
 
     def _sample(self, batch_size: int, config: dict[str, Any], table: Table, view: ReadyView) -> tuple[Slots, Slots]:
-        """The slots to hand out and those used up, -1 for rows that do not exist."""
+        """The slots to hand out and those used up. Raises `SamplerFailed` for rows that do not exist."""
         slots = view.first(self.calls.needs(batch_size), table.size)
         candidates = table.index[slots].tolist()  # the sampler's, which may change it
         config["partition"] = SamplerView(table)
@@ -514,17 +517,19 @@ class Fetching:
 
         def slots_of(answer: Any) -> tuple[Slots, Slots]:
             sampled, consumed = answer
-            return _slots_of(sampled, slots, table), _slots_of(consumed, slots, table)
+            return self._slots_of(sampled, slots, table), self._slots_of(consumed, slots, table)
 
         return self.calls.understood(self.calls.ask(self.sampler.sample, candidates, batch_size, **config), slots_of)
 
-
-def _slots_of(rows: Any, offered: Slots, table: Table) -> Slots:
-    """The slots of the rows that a sampler names; most name the first that they were offered."""
-    first = offered[: len(rows)]
-    if type(rows) is list and rows == table.index[first].tolist():
-        return first
-    return table.slots_of(np.array(rows, np.int64))
+    def _slots_of(self, rows: Any, offered: Slots, table: Table) -> Slots:
+        """The slots of the rows that the sampler names; most name the first that they were offered."""
+        first = offered[: len(rows)]
+        if type(rows) is list and rows == table.index[first].tolist():
+            return first
+        slots = table.slots_of(np.array(rows, np.int64))
+        if (slots < 0).any():
+            raise SamplerFailed(f"{type(self.sampler).__name__} chose rows that are not in partition {table.name!r}")
+        return slots
 
 
 def _views_of(table: Table, slots: Slots, touched: set[str]) -> Iterator[tuple[Task, ReadyView, Flags | None]]:

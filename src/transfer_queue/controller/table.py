@@ -171,7 +171,7 @@ class Table:
         """Slots of global indexes, -1 where there is no such live row."""
         if len(indexes) == 1:
             return self._slot_of(indexes)
-        found = np.searchsorted(self.index[: self.size], indexes)
+        found = self.index[: self.size].searchsorted(indexes)
         found[found == self.size] = 0
         if not self.size:
             return np.full(len(indexes), -1)
@@ -179,7 +179,7 @@ class Table:
         return found
 
     def _slot_of(self, index: NDArray[np.int64]) -> Slots:
-        found = np.searchsorted(self.index[: self.size], index)
+        found = self.index[: self.size].searchsorted(index)
         at = int(found[0])
         if at == self.size or self.index[at] != index[0] or not self.alive[at]:
             found[0] = -1

@@ -12,7 +12,7 @@
     fetch_with_data     rows of a task and where their cells are in one answer
     recycling           work that belongs to no request, in slices
     compaction          blocks of which few cells are left are written anew
-    copies              a copy takes the place of what was copied, once the controller has taken it
+    copies              a copy takes the place of what was copied, once it is kept and the controller has taken it
     gathering           rows that were put alone become columns
     spilling            blocks go to a disk before memory is full
     engine_blocks       what the storage engine is to delete, and what it has lost

@@ -10,7 +10,7 @@ import numpy as np
 
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
 from transfer_queue.codec.needed import all_ranges
-from transfer_queue.codec.select import Fill, selected
+from transfer_queue.codec.select import Cut, cut_out, selected
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
@@ -144,7 +144,7 @@ class BlockRequests:
     def _cut_out(self, reply: m.Located) -> Answer | None:
         """A reply whose pieces are large blocks that lie here, with the rows that it names and no others, where they
         follow each other in their blocks and are small; else None, and `reply` is of no use any more."""
-        made: dict[int, tuple[Layout, Fill]] = {}
+        made: dict[int, Cut] = {}
         for part in reply.parts:
             runs = numbers_of(part.runs, 3)
             number, first, count = runs[0].tolist()
@@ -156,22 +156,20 @@ class BlockRequests:
             share = block.nbytes * count // max(1, layout.rows)
             if len(runs) > 1 or number in made or layout.rows > MAX_CUT_ROWS or share > 2 * m.CARRIED_NBYTES:
                 return None
-            rows = np.arange(first, first + count)
-            made[number] = selected(layout, self.unit.memory(block), rows, part.fields)
+            made[number] = cut_out(block.layout, self.unit.memory(block), first, count, part.fields)
             part.runs = np.array([number, 0, count], np.int64).tobytes()
         reply.layouts, at = [], 0
-        for number, (layout, _) in made.items():
+        for number, cut in made.items():
             piece = reply.pieces[number]
-            piece.location, piece.nbytes, piece.layout = m.Inline(at), layout.nbytes, len(reply.layouts)
-            reply.layouts.append(encode_layout(layout))
-            at += layout.nbytes
+            piece.location, piece.nbytes, piece.layout = m.Inline(at), cut.nbytes, len(reply.layouts)
+            reply.layouts.append(cut.layout)
+            at += cut.nbytes
         if at > m.CARRIED_NBYTES:
             return None
-        own = np.empty(at, np.uint8)
-        for number, (layout, fill) in made.items():
-            location = reply.pieces[number].location
-            assert isinstance(location, m.Inline)
-            fill(own[location.offset : location.offset + layout.nbytes])
+        own, at = np.empty(at, np.uint8), 0
+        for cut in made.values():
+            cut.fill(own[at : at + cut.nbytes])
+            at += cut.nbytes
         return reply, (memoryview(own),)  # type: ignore[arg-type]
 
     def _riding(self, pieces: list[m.Piece], payload: Payload) -> Payload:

@@ -11,8 +11,9 @@ from transfer_queue.controller import Controller
 from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor, start_compaction
+from transfer_queue.server.copies import kept_first
 from transfer_queue.server.gathering import Gatherer, gather_lone_rows
-from transfer_queue.server.service import Service, kept_first
+from transfer_queue.server.service import Service
 from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.unit_registry import UnitConnection, unit_of
 from transfer_queue.storage.blocks import Unit

@@ -1,11 +1,11 @@
-"""A copy of rows that takes the place of where they lay, once the controller has taken it."""
+"""A copy of rows that takes the place of where they lay, once it is kept and the controller has taken it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
 
-from transfer_queue.errors import TransferQueueError
+from transfer_queue.errors import StoreFull, TransferQueueError
 from transfer_queue.server.service import Service
 from transfer_queue.storage.blocks import Block
 
@@ -24,3 +24,15 @@ async def take_place(service: Service, copy: Block, layout: bytes, told: Awaitab
         return None
     service.pending.answered(ticket, is_taken)
     return is_taken
+
+
+async def kept_first(service: Service, number: int) -> bool:
+    """Wait until a block of its unit is where it has to be before rows may lie in it; whether it is."""
+    block, journal = service.unit.block(number), service.journal
+    if block is None or journal is None:
+        return True
+    try:
+        await journal.keep(block, 0.0)
+    except StoreFull:
+        return False  # the rows stay where they are
+    return True

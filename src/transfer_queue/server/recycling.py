@@ -47,7 +47,7 @@ class Recycler:
 
     def make_room(self, nbytes: int) -> None:
         """Work until so much fits, or nothing is left: memory that is yet to be freed is no reason to refuse."""
-        while self and self._unit.used_nbytes + nbytes + PAGE > self._unit.budget_nbytes:
+        while self._unit.used_nbytes + nbytes + PAGE > self._unit.budget_nbytes and self:
             self.work()
 
     def _drop(self, freed: list[int], count: int) -> None:

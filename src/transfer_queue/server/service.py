@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from transfer_queue.controller.deadlines import earliest
-from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, StoreFull, TransferQueueError
+from transfer_queue.errors import InternalError, InvalidInput, LeaseExpired, RowCleared, TransferQueueError
 from transfer_queue.server.block_requests import Answer, BlockRequests
 from transfer_queue.server.cell_digests import CellDigester
 from transfer_queue.server.fetch_with_data import DataFetch, DataFetches
@@ -71,18 +71,6 @@ class JournalLike(Protocol):
     def hold(self, send: Callable[[], None]) -> bool: ...
     def check_room(self) -> None: ...
     def statistics(self) -> dict[str, Any]: ...
-
-
-async def kept_first(service: Service, number: int) -> bool:
-    """Wait until a block of its unit is where it has to be before rows may lie in it; whether it is."""
-    block, journal = service.unit.block(number), service.journal
-    if block is None or journal is None:
-        return True
-    try:
-        await journal.keep(block, 0.0)
-    except StoreFull:
-        return False  # the rows stay where they are
-    return True
 
 
 class Reading(NamedTuple):
@@ -351,17 +339,23 @@ class Service:
 
     def _filled(self, message: m.Commit, payload: memoryview, session: ServerSession) -> list[Filled]:
         """The new blocks of a commit, with their layouts; that of the payload is made here, and is the first."""
+        if message.block == 0 and not message.shared:
+            return [(self._inline(payload), message.layout)]
         numbers = blocks_of(message)
         if len(set(numbers)) < len(numbers):
             raise InvalidInput(f"blocks {numbers}: one occurs twice")
         layouts = [message.layout] * (message.block >= 0) + [one.layout for one in message.shared if one.is_new]
         made = [self.unit.unpublished(number, session.ident) for number in numbers if number]
         if message.block == 0:
-            if self.journal is not None and len(payload) > SMALL_NBYTES:
-                raise InvalidInput(f"{len(payload)} bytes with the message: so many have a block of their own")
-            self.recycler.make_room(len(payload))
-            made.insert(0, self.blocks.inline(payload))
+            made.insert(0, self._inline(payload))
         return list(zip(made, layouts, strict=True))
+
+    def _inline(self, payload: memoryview) -> Block:
+        """A block made of the payload of a commit."""
+        if self.journal is not None and len(payload) > SMALL_NBYTES:
+            raise InvalidInput(f"{len(payload)} bytes with the message: so many have a block of their own")
+        self.recycler.make_room(len(payload))
+        return self.blocks.inline(payload)
 
     def _commit_blocks(
         self, message: m.Commit, session: ServerSession, ticket: Hashable, filled: list[Filled], now: float

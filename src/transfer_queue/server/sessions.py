@@ -43,11 +43,12 @@ class ServerSession:
         error when they are large, for what was carried out must not be so twice."""
         if isinstance(answer[0], m.Handed):
             answer = (answer[0].rows, ())  # the data is asked for anew
-        self.forget(answer[0].rid)
-        self.replies[answer[0].rid] = answer
-        self._replies_nbytes += _weight(answer)
-        if _weight(answer) > LIGHT_NBYTES:
-            self._heavy[answer[0].rid] = None
+        rid, nbytes = answer[0].rid, _weight(answer)
+        self.forget(rid)
+        self.replies[rid] = answer
+        self._replies_nbytes += nbytes
+        if nbytes > LIGHT_NBYTES:
+            self._heavy[rid] = None
         while self._replies_nbytes > REMEMBERED_NBYTES and len(self._heavy) > 1:
             rid = next(iter(self._heavy))
             self.forget(rid)
@@ -77,8 +78,8 @@ class ServerSession:
     def forget(self, rid: int) -> None:
         """The request will not come again, or is to be carried out anew."""
         answer = self.replies.pop(rid, None)
-        self._heavy.pop(rid, None)
         if answer is not None:
+            self._heavy.pop(rid, None)
             self._replies_nbytes -= _weight(answer)
 
 

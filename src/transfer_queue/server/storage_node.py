@@ -14,9 +14,10 @@ from transfer_queue.errors import InvalidInput, ServiceUnavailable, TransferQueu
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.server.compaction import Compactor
 from transfer_queue.server.controller_proxy import ControllerProxy
+from transfer_queue.server.copies import kept_first
 from transfer_queue.server.gathering import Gatherer
 from transfer_queue.server.journal.kept_member import Membership
-from transfer_queue.server.service import Service, kept_first
+from transfer_queue.server.service import Service
 from transfer_queue.server.settings import AWAY_S
 from transfer_queue.server.spilling import Spiller
 from transfer_queue.server.standby.recording import Recorder, RecordingProxy
