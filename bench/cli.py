@@ -13,6 +13,7 @@ from bench import report
 from bench.cases import CASES, TITLES
 from bench.environments import ROOT, EnvironmentUnavailable, peer_python
 from bench.fleet import PEERS, Fleet, Unavailable
+from bench.fresh_memory import touch_memory
 from bench.process import AgentError
 from bench.result import Row
 from bench.rounds import Bench, Options
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     interrupted = False
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        touch_memory()
         for number in [known for known in CASES if known in asked.cases]:
             bench.say(f"case {number}: {TITLES[number]}")
             rows += run_case(bench, number)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.environments import ROOT, EnvironmentUnavailable, peer_python, redis_python, reverb_python
+from bench.fresh_memory import touch_memory
 
 LOG = ROOT / ".venv-peers.log"
 
@@ -71,6 +72,7 @@ def in_turn(
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """(name, what its process measured) of every system, round by round. Who failed or was not done in time (None) is
     not asked again, nor who takes its turn `once`."""
+    touch_memory()
     done: set[str] = set()
     for _ in range(rounds):
         for name in [name for name in systems if name not in done]:
