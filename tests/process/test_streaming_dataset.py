@@ -377,6 +377,13 @@ def test_a_stream_over_an_own_function_waits_for_the_next_round_where_all_was_cl
     assert numbers(dataset(fetch_batch_fn=fetch, batch=4, micro=4)) == [[4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize("answer", [None, torch.zeros(2), (torch.zeros(2),), (torch.zeros(2), None)])
+def test_what_an_own_function_returns_is_data_and_metadata(client: Client, answer: Any) -> None:
+    put(client, 4)
+    with pytest.raises(InvalidInput, match="fetch_batch_fn returns"):
+        next(iter(dataset(fetch_batch_fn=lambda **asked: answer)))
+
+
 @pytest.mark.parametrize("process", [lambda td, meta, micro_batch_size: [], lambda td, meta, micro_batch_size: [1, 2]])
 def test_whatever_a_batch_becomes_it_is_acknowledged_as_a_whole(client: Client, process: Any) -> None:
     put(client, 8)

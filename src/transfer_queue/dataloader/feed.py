@@ -24,7 +24,7 @@ from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Interrupted, Session
 from transfer_queue.dataloader.lease_owner import renewal_s
-from transfer_queue.errors import InternalError, TransferQueueError
+from transfer_queue.errors import InternalError, InvalidInput, TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -307,7 +307,7 @@ class Calling:
 
     def get(self, key: Key) -> Batch | End:
         while not self._done(key):
-            data, meta = self._fetch(key)
+            data, meta = _pair(self._fetch(key))
             if data is not None:
                 return data, meta
             time.sleep(RETRY_S / 5)  # only the function knows what it waits for
@@ -320,3 +320,11 @@ class Calling:
     def stop(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _pair(answer: Any) -> tuple[Any, BatchMeta]:
+    """What a user's own function answered, or `InvalidInput`."""
+    is_pair = isinstance(answer, (tuple, list)) and len(answer) == 2
+    if not is_pair or not (answer[0] is None or isinstance(answer[1], BatchMeta)):
+        raise InvalidInput(f"fetch_batch_fn returns (data, BatchMeta), or (None, anything); got {answer!r:.200}")
+    return answer[0], answer[1]
