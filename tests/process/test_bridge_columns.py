@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import pytest
 import torch
+from tensordict import NonTensorData
 
 import transfer_queue as tq
 from transfer_queue.bridge import (
@@ -113,6 +115,8 @@ def test_an_empty_row_is_of_any_dtype(
         np.array(["a", "b"]), [np.str_("a"), "b"], np.array([b"a", b"b"]), np.array(["2020-01-01"], "datetime64[D]"),
         [np.complex64(1 + 2j)], [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)],
         [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to(torch.float8_e4m3fn)],
+        [torch.ones(3, 8, 4), torch.zeros(3, 2, 4)], [np.ones((2, 3)), np.zeros((2, 1))], [[1 << 63], [1]],
+        [np.timedelta64(3, "s")], [1 << 65, 1], [torch.ones(2), None], [[2**63, -1], [1]],
     ],
 )  # fmt: skip
 def test_what_is_inferred_comes_back_as_it_was(shared: tq.TransferQueueClient, step: str, values: Any) -> None:
@@ -203,3 +207,41 @@ def test_numbers_come_back_as_they_were(shared: tq.TransferQueueClient, step: st
     found = bridge.fetch(step, "actor", 0, timeout_s=5)["x"]
     for got, was in zip(found, values, strict=True):
         assert np.asarray(got).tolist() == np.asarray(was).tolist()
+
+
+@pytest.mark.parametrize("column", [
+    "ab", b"ab", {0: 1.0, 1: 2.0}, {1.0, 2.0}, pandas.Series([1.0, 2.0], index=[1, 0]), np.ma.array([1.0, 2.0], mask=[0, 1])
+], ids=lambda column: type(column).__name__)  # fmt: skip
+@pytest.mark.parametrize("kind", [Numbers(), Objects(), Inferred()], ids=lambda kind: type(kind).__name__)
+def test_what_has_no_rows_by_their_place_is_refused(
+    shared: tq.TransferQueueClient, kind: RolloutColumn, column: Any
+) -> None:
+    with pytest.raises(SchemaViolation, match=r"field 'x': a (column is a list|masked array)"):
+        RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": column})
+    assert "refused" not in shared.get_partition_list()
+
+
+def test_a_masked_row_is_refused(shared: tq.TransferQueueClient) -> None:
+    rows = [np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1], mask=[1])]
+    for kind in (Ragged(), Ragged(dtype="float32")):
+        with pytest.raises(SchemaViolation, match="row 0, field 'x': a masked array: fill it first"):
+            RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": rows})
+
+
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_non_tensor_data_of_one_item_for_each_row_is_a_column(
+    shared: tq.TransferQueueClient, step: str, size: tuple[int, ...]
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": Objects()}))
+    bridge.put(step, {"x": NonTensorData(["a", "b"], batch_size=size)})
+    assert bridge.fetch(step, "actor", timeout_s=5)["x"] == ["a", "b"]
+
+
+def test_ints_are_inferred_as_ints_wherever_they_come_from(shared: tq.TransferQueueClient, step: str) -> None:
+    columns = {"large": [1 << 63, 1], "objects": np.array([1, 2], dtype=object), "mixed": [np.uint64(1), -1]}
+    bridge = RolloutBridge(shared, RolloutSchema({name: Inferred() for name in columns}))
+    bridge.put(step, columns)
+    found = bridge.fetch(step, "actor", timeout_s=5).columns
+    assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
+        "large": (torch.uint64, [1 << 63, 1]), "objects": (torch.int64, [1, 2]), "mixed": (torch.int64, [1, -1]),
+    }  # fmt: skip
