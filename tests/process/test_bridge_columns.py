@@ -210,7 +210,8 @@ def test_numbers_come_back_as_they_were(shared: tq.TransferQueueClient, step: st
 
 
 @pytest.mark.parametrize("column", [
-    "ab", b"ab", {0: 1.0, 1: 2.0}, {1.0, 2.0}, pandas.Series([1.0, 2.0], index=[1, 0]), np.ma.array([1.0, 2.0], mask=[0, 1])
+    "ab", b"ab", {0: 1.0, 1: 2.0}, {1.0, 2.0}, pandas.Series([1.0, 2.0], index=[1, 0]),
+    np.ma.array([1.0, 2.0], mask=[False, True]),
 ], ids=lambda column: type(column).__name__)  # fmt: skip
 @pytest.mark.parametrize("kind", [Numbers(), Objects(), Inferred()], ids=lambda kind: type(kind).__name__)
 def test_what_has_no_rows_by_their_place_is_refused(
@@ -222,7 +223,7 @@ def test_what_has_no_rows_by_their_place_is_refused(
 
 
 def test_a_masked_row_is_refused(shared: tq.TransferQueueClient) -> None:
-    rows = [np.ma.array([1, 2], mask=[0, 1]), np.ma.array([1], mask=[1])]
+    rows = [np.ma.array([1, 2], mask=[False, True]), np.ma.array([1], mask=[True])]
     for kind in (Ragged(), Ragged(dtype="float32")):
         with pytest.raises(SchemaViolation, match="row 0, field 'x': a masked array: fill it first"):
             RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": rows})
