@@ -96,7 +96,7 @@ class BufferWriter:
 
     def _ndarray(self, value: np.ndarray[Any, Any], lower: Callable[[Any], Any]) -> Any:
         if isinstance(value, np.ma.MaskedArray):
-            raise UnsupportedValue("a masked array cannot be stored: fill it first")
+            raise UnsupportedValue("a MaskedArray cannot be stored: fill it first")
         if type(value) is not np.ndarray:
             raise UnsupportedValue(f"an array of type {type(value)} cannot be stored with its type kept")
         if value.dtype.hasobject:
