@@ -77,7 +77,7 @@ ARRAY = np.array([1, 0])
         ("lease_s: expected a number", lambda c: c.take("p", ["x"], 1, "t", lease_s={})),
         ("a time-out: expected a number", lambda c: c.take("p", ["x"], 1, "t", timeout_s=ARRAY)),
         ("a time-out: expected a number", lambda _: tq.kv_watch("p", timeout_s=[])),  # type: ignore[arg-type]
-        ("a tag is a dict", lambda c: c.set_partition("p", metadata=0)),
+        ("a metadata is a dict", lambda c: c.set_partition("p", metadata=0)),
         ("out is a dict", lambda c: c.get_data(c.put({"x": torch.ones(2)}, partition_id="odd"), out=[])),
         ("prompt is a dict", lambda _: tq.group_pool("odd").open("g", 1, prompt=ARRAY)),  # type: ignore[arg-type]
         ("ticket is a GroupTicket", lambda _: tq.group_pool("odd").open("g", 1, ticket=5)),  # type: ignore[arg-type]
