@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import decimal
 import os
 import signal
 import threading
@@ -33,7 +31,6 @@ from transfer_queue.errors import (
     LeaseExpired,
     RowCleared,
     StaleAttempt,
-    UnsupportedValue,
 )
 
 Spawn = Callable[[str], Any]
@@ -85,34 +82,6 @@ def test_a_reward_is_any_number(pool: GroupPool) -> None:
     for attempt, reward in zip(attempts, rewards, strict=True):
         pool.finish(attempt, {"x": torch.zeros(1)}, reward=reward)
     assert pool.select(1).groups[0].rewards == [1.0] * len(rewards)
-
-
-KEPT = {
-    "tuple": (1, 2), "set": {1, 2}, "time": datetime.datetime(2024, 2, 29), "decimal": decimal.Decimal("1.10"),
-    "bytes": bytearray(b"a"), "large": 1 << 70, "path": Path("a"), "deep": [{"a": (1,)}], "nothing": None,
-}  # fmt: skip
-
-
-def test_prompts_and_infos_come_back_as_they_were(pool: GroupPool) -> None:
-    for _ in range(2):  # the same group again changes nothing
-        pool.open("a", 1, prompt=KEPT)
-    (attempt,) = pool.claim()
-    rows = pool.finish(attempt, {"x": torch.ones(1)}, info=KEPT)
-    pool.finish(attempt, rows, info=KEPT)  # the same result
-    (group,) = pool.select(1).groups
-    for found in (attempt.prompt, group.prompt, group.members[0].info):
-        assert (found, list(map(type, found.values()))) == (KEPT, list(map(type, KEPT.values())))
-
-
-def test_a_prompt_or_info_that_cannot_be_kept_is_refused_by_name(pool: GroupPool) -> None:
-    with pytest.raises(UnsupportedValue, match=r"prompt, name 'image': .*tolist"):
-        pool.open("a", 1, prompt={"image": np.ones(2)})
-    pool.open("a", 1)
-    (attempt,) = pool.claim()
-    with pytest.raises(UnsupportedValue, match=r"info, name 'image': .*tolist"):
-        pool.finish(attempt, {"x": torch.ones(1)}, info={"image": np.ones(2)})
-    assert "train" not in tq.kv_list()
-    assert pool.status()["running"] == 1
 
 
 def test_groups_come_whole_with_rewards_and_rows(pool: GroupPool) -> None:

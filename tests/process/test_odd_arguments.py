@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.groups import GroupPool
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 
 
@@ -131,3 +135,42 @@ def test_places_are_filled_under_no_grad_and_in_a_tensordict(shared: tq.Transfer
     shared.get_data(metadata, out=places)  # type: ignore[arg-type]
     assert bool((weights == 1).all())
     assert bool((places["x"] == 1).all())
+
+
+# what groups carry along
+
+KEPT = {
+    "tuple": (1, 2), "set": {1, 2}, "time": datetime.datetime(2024, 2, 29), "decimal": decimal.Decimal("1.10"),
+    "bytes": bytearray(b"a"), "large": 1 << 70, "path": Path("a"), "deep": [{"a": (1,)}], "nothing": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def pool(part: str) -> Iterator[GroupPool]:
+    made = tq.group_pool(part, tq.GroupPolicy())
+    yield made
+    made.remove(discard=True)
+
+
+def test_prompts_and_infos_of_groups_come_back_as_they_were(pool: GroupPool) -> None:
+    for _ in range(2):  # the same group again changes nothing
+        pool.open("a", 1, prompt=KEPT)
+    (attempt,) = pool.claim()
+    rows = pool.finish(attempt, {"x": torch.ones(1)}, info=KEPT)
+    pool.finish(attempt, rows, info=KEPT)  # the same result
+    (group,) = pool.select(1).groups
+    for found in (attempt.prompt, group.prompt, group.members[0].info):
+        assert (found, list(map(type, found.values()))) == (KEPT, list(map(type, KEPT.values())))
+
+
+def test_a_prompt_or_info_that_cannot_be_kept_is_refused_by_name(
+    shared: tq.TransferQueueClient, pool: GroupPool
+) -> None:
+    with pytest.raises(UnsupportedValue, match=r"prompt, name 'image': .*tolist"):
+        pool.open("a", 1, prompt={"image": np.ones(2)})
+    pool.open("a", 1)
+    (attempt,) = pool.claim()
+    with pytest.raises(UnsupportedValue, match=r"info, name 'image': .*tolist"):
+        pool.finish(attempt, {"x": torch.ones(1)}, info={"image": np.ones(2)})
+    assert shared.get_partition(pool.partition_id) is None
+    assert pool.status()["running"] == 1
