@@ -137,6 +137,46 @@ def test_places_are_filled_under_no_grad_and_in_a_tensordict(shared: tq.Transfer
     assert bool((places["x"] == 1).all())
 
 
+def test_a_device_that_is_not_there_is_refused(shared: tq.TransferQueueClient, part: str) -> None:
+    tq.kv_put("k", part, {"x": torch.ones(2)})
+    with pytest.raises(InvalidInput, match="device 'cuda:99'"):
+        tq.kv_batch_get("k", part, device="cuda:99")
+    with pytest.raises(InvalidInput, match="device 'cuda:99'"):
+        shared.get_data(shared.get_meta(["x"], 1, part, "force_fetch"), device="cuda:99")
+
+
+@pytest.mark.parametrize("count", [np.int64(0), torch.tensor(0), np.int32(1)], ids=repr)
+def test_workers_are_counted_by_an_integer_of_another_library(
+    shared: tq.TransferQueueClient, part: str, count: Any
+) -> None:
+    tq.kv_batch_put(["a", "b"], part, {"x": torch.arange(2)})
+    shared.set_partition(part, size=2)
+    with tq.stream(part, ["x"], task="t", batch_size=2, num_workers=count) as stream:
+        assert [batch["x"].tolist() for batch in stream] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("told", "more"),
+    [
+        ("batch_size must be >= 1", {"batch_size": 0}),
+        ("num_workers is 0 or more", {"batch_size": 1, "num_workers": -1}),
+    ],
+)
+def test_a_size_of_a_stream_that_is_none_is_refused_by_its_name(
+    shared: tq.TransferQueueClient, told: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidInput, match=f"^{told}"):
+        tq.stream("p", ["x"], task="t", **more)
+
+
+def test_a_state_of_a_stream_names_a_batch(shared: tq.TransferQueueClient) -> None:
+    names: dict[str, Any] = {"data_fields": ["x"], "partition_id": "p", "task_name": "t"}
+    dataset = tq.StreamingDataset(None, 1, 1, **names)
+    for number in (-1, 1 << 70):
+        with pytest.raises(InvalidInput, match="batch_index of a state"):
+            dataset.load_state_dict({"partition_id": "p", "batch_index": number, "used_rows": []})
+
+
 # what groups carry along
 
 KEPT = {

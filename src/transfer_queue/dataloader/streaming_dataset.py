@@ -78,7 +78,10 @@ class StreamPlace(NamedTuple):
         if not isinstance(partition, str) or not all(isinstance(rows, Iterable) for rows in (used, given_back)):
             raise InvalidInput(f"a state has a name of a partition and lists of rows, got {state!r:.200}")
         rows = [[whole_number(row, "a row of a state") for row in part] for part in (used, given_back)]
-        return cls(str(partition), whole_number(index, "batch_index of a state"), *rows)
+        number = whole_number(index, "batch_index of a state")
+        if not 0 <= number < 1 << 63:
+            raise InvalidInput(f"batch_index of a state is the number of a batch, got {number}")
+        return cls(str(partition), number, *rows)
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -129,8 +132,9 @@ class StreamingDataset(IterableDataset[Any]):
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
         batch_size = whole_number(batch_size, "batch_size")
         micro_batch_size = whole_number(micro_batch_size, "micro_batch_size")
-        if micro_batch_size < 1:
-            raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
+        for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
+            if size < 1:
+                raise InvalidInput(f"{name} must be >= 1, got {size}")
         if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)
