@@ -52,6 +52,13 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta) if len(meta) else None), meta
 
 
+def _size(value: object, name: str) -> int:
+    found = whole_number(value, name)
+    if found < 1:
+        raise InvalidInput(f"{name} must be >= 1, got {found}")
+    return found
+
+
 def _function(given: Any, name: str) -> Any:
     """`given`, or `InvalidInput` where it is neither None nor can be called."""
     if given is not None and not callable(given):
@@ -130,11 +137,8 @@ class StreamingDataset(IterableDataset[Any]):
         dp_size: int | None = None,
     ) -> None:
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
-        batch_size = whole_number(batch_size, "batch_size")
-        micro_batch_size = whole_number(micro_batch_size, "micro_batch_size")
-        for name, size in (("batch_size", batch_size), ("micro_batch_size", micro_batch_size)):
-            if size < 1:
-                raise InvalidInput(f"{name} must be >= 1, got {size}")
+        batch_size = _size(batch_size, "batch_size")
+        micro_batch_size = _size(micro_batch_size, "micro_batch_size")
         if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)
