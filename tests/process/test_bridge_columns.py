@@ -22,7 +22,7 @@ from transfer_queue.bridge import (
     RolloutSchema,
     Schedule,
 )
-from transfer_queue.errors import SchemaViolation
+from transfer_queue.errors import InvalidInput, SchemaViolation
 
 
 @pytest.fixture
@@ -246,3 +246,35 @@ def test_ints_are_inferred_as_ints_wherever_they_come_from(shared: tq.TransferQu
     assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
         "large": (torch.uint64, [1 << 63, 1]), "objects": (torch.int64, [1, 2]), "mixed": (torch.int64, [1, -1]),
     }  # fmt: skip
+
+
+def test_a_schedule_of_numpy_and_torch_reaches_ranks_as_plain_numbers(
+    shared: tq.TransferQueueClient, step: str
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": Numbers(dtype="int64")}))
+    schedule = Schedule(
+        partitions=[np.array([3, 1]), torch.tensor([0])], micro_batch_indices=[np.array([[1, 0]]), [[np.int64(0)]]],
+        num_microbatches=torch.tensor([1]), global_batch_sizes=np.array([3]), dropped={2},
+    )  # fmt: skip
+    bridge.put(step, {"x": [10, 11, 12, 13]}, schedule=schedule)
+    told = bridge.fetch(step, "actor", 0, 2, timeout_s=5).schedule
+    assert repr({name: told[name] for name in ("partition", "micro_batch_indices", "num_microbatches")}) == (
+        "{'partition': [3, 1], 'micro_batch_indices': [[1, 0]], 'num_microbatches': [1]}"
+    )
+
+
+@pytest.mark.parametrize("settings", [
+    {"partitions": [[0.0, 1]]}, {"partitions": [["0", 1]]}, {"partitions": [0, 1]}, {"partitions": None},
+    {"partitions": [iter([0, 1])]}, {"partitions": [[0, 1]], "num_microbatches": 1}, {"partitions": ["01"]},
+    {"partitions": [[0, 1]], "micro_batch_indices": [[0, 1]]}, {"partitions": [[0, 1]], "extra": 5},
+    {"partitions": [[0, 1]], "global_batch_sizes": torch.tensor(2)},
+], ids=str)  # fmt: skip
+def test_what_is_no_schedule_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=list(settings)[-1]):
+        Schedule(**settings)
+
+
+@pytest.mark.parametrize("dp_size", [1.0, "1", 0])
+def test_what_is_no_number_of_ranks_is_refused(shared: tq.TransferQueueClient, dp_size: Any) -> None:
+    with pytest.raises(InvalidInput, match="dp_size"):
+        RolloutBridge(shared, RolloutSchema({"x": Numbers()})).put("refused", {"x": [1]}, dp_size=dp_size)
