@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast, get_args
 
 from transfer_queue.errors import ConfigError, TransferQueueError
@@ -311,6 +311,7 @@ def _spill_dir(simple: Any) -> str | None:
 
 
 def _directory(value: Any, name: str) -> str | None:
+    value = str(value) if isinstance(value, PurePath) else value
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{name}: expected a directory, got {value!r}")
     if value is not None and not value.strip():

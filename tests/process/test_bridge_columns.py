@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+import pandas
 import pytest
 import torch
+from tensordict import NonTensorData
 
 import transfer_queue as tq
 from transfer_queue.bridge import (
@@ -20,7 +22,7 @@ from transfer_queue.bridge import (
     RolloutSchema,
     Schedule,
 )
-from transfer_queue.errors import SchemaViolation
+from transfer_queue.errors import InvalidInput, SchemaViolation
 
 
 @pytest.fixture
@@ -113,6 +115,8 @@ def test_an_empty_row_is_of_any_dtype(
         np.array(["a", "b"]), [np.str_("a"), "b"], np.array([b"a", b"b"]), np.array(["2020-01-01"], "datetime64[D]"),
         [np.complex64(1 + 2j)], [torch.ones(2, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)],
         [torch.ones(2, dtype=torch.complex64)], [torch.ones(2).to(torch.float8_e4m3fn)],
+        [torch.ones(3, 8, 4), torch.zeros(3, 2, 4)], [np.ones((2, 3)), np.zeros((2, 1))], [[1 << 63], [1]],
+        [np.timedelta64(3, "s")], [1 << 65, 1], [torch.ones(2), None], [[2**63, -1], [1]],
     ],
 )  # fmt: skip
 def test_what_is_inferred_comes_back_as_it_was(shared: tq.TransferQueueClient, step: str, values: Any) -> None:
@@ -203,3 +207,74 @@ def test_numbers_come_back_as_they_were(shared: tq.TransferQueueClient, step: st
     found = bridge.fetch(step, "actor", 0, timeout_s=5)["x"]
     for got, was in zip(found, values, strict=True):
         assert np.asarray(got).tolist() == np.asarray(was).tolist()
+
+
+@pytest.mark.parametrize("column", [
+    "ab", b"ab", {0: 1.0, 1: 2.0}, {1.0, 2.0}, pandas.Series([1.0, 2.0], index=[1, 0]),
+    np.ma.array([1.0, 2.0], mask=[False, True]),
+], ids=lambda column: type(column).__name__)  # fmt: skip
+@pytest.mark.parametrize("kind", [Numbers(), Objects(), Inferred()], ids=lambda kind: type(kind).__name__)
+def test_what_has_no_rows_by_their_place_is_refused(
+    shared: tq.TransferQueueClient, kind: RolloutColumn, column: Any
+) -> None:
+    with pytest.raises(SchemaViolation, match=r"field 'x': a (column is a list|masked array)"):
+        RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": column})
+    assert "refused" not in shared.get_partition_list()
+
+
+def test_a_masked_row_is_refused(shared: tq.TransferQueueClient) -> None:
+    rows = [np.ma.array([1, 2], mask=[False, True]), np.ma.array([1], mask=[True])]
+    for kind in (Ragged(), Ragged(dtype="float32")):
+        with pytest.raises(SchemaViolation, match="row 0, field 'x': a masked array: fill it first"):
+            RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": rows})
+
+
+@pytest.mark.parametrize("size", [(), (2,)])
+def test_non_tensor_data_of_one_item_for_each_row_is_a_column(
+    shared: tq.TransferQueueClient, step: str, size: tuple[int, ...]
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": Objects()}))
+    bridge.put(step, {"x": NonTensorData(["a", "b"], batch_size=size)})
+    assert bridge.fetch(step, "actor", timeout_s=5)["x"] == ["a", "b"]
+
+
+def test_ints_are_inferred_as_ints_wherever_they_come_from(shared: tq.TransferQueueClient, step: str) -> None:
+    columns = {"large": [1 << 63, 1], "objects": np.array([1, 2], dtype=object), "mixed": [np.uint64(1), -1]}
+    bridge = RolloutBridge(shared, RolloutSchema({name: Inferred() for name in columns}))
+    bridge.put(step, columns)
+    found = bridge.fetch(step, "actor", timeout_s=5).columns
+    assert {name: (one.dtype, one.tolist()) for name, one in found.items()} == {
+        "large": (torch.uint64, [1 << 63, 1]), "objects": (torch.int64, [1, 2]), "mixed": (torch.int64, [1, -1]),
+    }  # fmt: skip
+
+
+def test_a_schedule_of_numpy_and_torch_reaches_ranks_as_plain_numbers(
+    shared: tq.TransferQueueClient, step: str
+) -> None:
+    bridge = RolloutBridge(shared, RolloutSchema({"x": Numbers(dtype="int64")}))
+    schedule = Schedule(
+        partitions=[np.array([3, 1]), torch.tensor([0])], micro_batch_indices=[np.array([[1, 0]]), [[np.int64(0)]]],
+        num_microbatches=torch.tensor([1]), global_batch_sizes=np.array([3]), dropped={2},
+    )  # fmt: skip
+    bridge.put(step, {"x": [10, 11, 12, 13]}, schedule=schedule)
+    told = bridge.fetch(step, "actor", 0, 2, timeout_s=5).schedule
+    assert repr({name: told[name] for name in ("partition", "micro_batch_indices", "num_microbatches")}) == (
+        "{'partition': [3, 1], 'micro_batch_indices': [[1, 0]], 'num_microbatches': [1]}"
+    )
+
+
+@pytest.mark.parametrize("settings", [
+    {"partitions": [[0.0, 1]]}, {"partitions": [["0", 1]]}, {"partitions": [0, 1]}, {"partitions": None},
+    {"partitions": [iter([0, 1])]}, {"partitions": [[0, 1]], "num_microbatches": 1}, {"partitions": ["01"]},
+    {"partitions": [[0, 1]], "micro_batch_indices": [[0, 1]]}, {"partitions": [[0, 1]], "extra": 5},
+    {"partitions": [[0, 1]], "global_batch_sizes": torch.tensor(2)},
+], ids=str)  # fmt: skip
+def test_what_is_no_schedule_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=list(settings)[-1]):
+        Schedule(**settings)
+
+
+@pytest.mark.parametrize("dp_size", [1.0, "1", 0])
+def test_what_is_no_number_of_ranks_is_refused(shared: tq.TransferQueueClient, dp_size: Any) -> None:
+    with pytest.raises(InvalidInput, match="dp_size"):
+        RolloutBridge(shared, RolloutSchema({"x": Numbers()})).put("refused", {"x": [1]}, dp_size=dp_size)

@@ -219,6 +219,21 @@ def test_parsers_have_names(
         assert torch.equal(cell("first", partition, "x"), new)
 
 
+@pytest.mark.parametrize(("old", "new"), [(1.0, float("nan")), (float("nan"), 1.0)])
+def test_the_maximum_with_nan_is_nan_in_dicts_as_in_tensors(
+    shared: tq.TransferQueueClient, old: float, new: float
+) -> None:
+    tq.kv_put("k", "nans", fields={"d": {"r": old}, "t": torch.tensor([old])})
+    tq.kv_update("k", "nans", {"d": {"r": new}, "t": torch.tensor([new])}, merge="max")
+    assert np.isnan([cell("k", "nans", "d")["r"], cell("k", "nans", "t").item()]).all()
+
+
+def test_a_refusal_names_its_parser_once(shared: tq.TransferQueueClient) -> None:
+    tq.kv_put("k", "once", fields={"x": {"a": 1}})
+    with pytest.raises(UnsupportedValue, match=r"^append: int to dict$"):
+        tq.kv_update("k", "once", "x", values=3, parser="append")
+
+
 def test_values_that_a_named_parser_cannot_take_are_a_type_error(shared: tq.TransferQueueClient) -> None:
     tq.kv_put("k", "unfit", fields={"x": torch.tensor([1]), "o": {"a": 1}})
     for name, values in (

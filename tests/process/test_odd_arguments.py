@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.client.groups import GroupPool
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 
 
@@ -77,7 +81,7 @@ ARRAY = np.array([1, 0])
         ("lease_s: expected a number", lambda c: c.take("p", ["x"], 1, "t", lease_s={})),
         ("a time-out: expected a number", lambda c: c.take("p", ["x"], 1, "t", timeout_s=ARRAY)),
         ("a time-out: expected a number", lambda _: tq.kv_watch("p", timeout_s=[])),  # type: ignore[arg-type]
-        ("a tag is a dict", lambda c: c.set_partition("p", metadata=0)),
+        ("a metadata is a dict", lambda c: c.set_partition("p", metadata=0)),
         ("out is a dict", lambda c: c.get_data(c.put({"x": torch.ones(2)}, partition_id="odd"), out=[])),
         ("prompt is a dict", lambda _: tq.group_pool("odd").open("g", 1, prompt=ARRAY)),  # type: ignore[arg-type]
         ("ticket is a GroupTicket", lambda _: tq.group_pool("odd").open("g", 1, ticket=5)),  # type: ignore[arg-type]
@@ -131,3 +135,82 @@ def test_places_are_filled_under_no_grad_and_in_a_tensordict(shared: tq.Transfer
     shared.get_data(metadata, out=places)  # type: ignore[arg-type]
     assert bool((weights == 1).all())
     assert bool((places["x"] == 1).all())
+
+
+def test_a_device_that_is_not_there_is_refused(shared: tq.TransferQueueClient, part: str) -> None:
+    tq.kv_put("k", part, {"x": torch.ones(2)})
+    with pytest.raises(InvalidInput, match="device 'cuda:99'"):
+        tq.kv_batch_get("k", part, device="cuda:99")
+    with pytest.raises(InvalidInput, match="device 'cuda:99'"):
+        shared.get_data(shared.get_meta(["x"], 1, part, "force_fetch"), device="cuda:99")
+
+
+@pytest.mark.parametrize("count", [np.int64(0), torch.tensor(0), np.int32(1)], ids=repr)
+def test_workers_are_counted_by_an_integer_of_another_library(
+    shared: tq.TransferQueueClient, part: str, count: Any
+) -> None:
+    tq.kv_batch_put(["a", "b"], part, {"x": torch.arange(2)})
+    shared.set_partition(part, size=2)
+    with tq.stream(part, ["x"], task="t", batch_size=2, num_workers=count) as stream:
+        assert [batch["x"].tolist() for batch in stream] == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("told", "more"),
+    [
+        ("batch_size must be >= 1", {"batch_size": 0}),
+        ("num_workers is 0 or more", {"batch_size": 1, "num_workers": -1}),
+    ],
+)
+def test_a_size_of_a_stream_that_is_none_is_refused_by_its_name(
+    shared: tq.TransferQueueClient, told: str, more: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidInput, match=f"^{told}"):
+        tq.stream("p", ["x"], task="t", **more)
+
+
+def test_a_state_of_a_stream_names_a_batch(shared: tq.TransferQueueClient) -> None:
+    names: dict[str, Any] = {"data_fields": ["x"], "partition_id": "p", "task_name": "t"}
+    dataset = tq.StreamingDataset(None, 1, 1, **names)
+    for number in (-1, 1 << 70):
+        with pytest.raises(InvalidInput, match="batch_index of a state"):
+            dataset.load_state_dict({"partition_id": "p", "batch_index": number, "used_rows": []})
+
+
+# what groups carry along
+
+KEPT = {
+    "tuple": (1, 2), "set": {1, 2}, "time": datetime.datetime(2024, 2, 29), "decimal": decimal.Decimal("1.10"),
+    "bytes": bytearray(b"a"), "large": 1 << 70, "path": Path("a"), "deep": [{"a": (1,)}], "nothing": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def pool(part: str) -> Iterator[GroupPool]:
+    made = tq.group_pool(part, tq.GroupPolicy())
+    yield made
+    made.remove(discard=True)
+
+
+def test_prompts_and_infos_of_groups_come_back_as_they_were(pool: GroupPool) -> None:
+    for _ in range(2):  # the same group again changes nothing
+        pool.open("a", 1, prompt=KEPT)
+    (attempt,) = pool.claim()
+    rows = pool.finish(attempt, {"x": torch.ones(1)}, info=KEPT)
+    pool.finish(attempt, rows, info=KEPT)  # the same result
+    (group,) = pool.select(1).groups
+    for found in (attempt.prompt, group.prompt, group.members[0].info):
+        assert (found, list(map(type, found.values()))) == (KEPT, list(map(type, KEPT.values())))
+
+
+def test_a_prompt_or_info_that_cannot_be_kept_is_refused_by_name(
+    shared: tq.TransferQueueClient, pool: GroupPool
+) -> None:
+    with pytest.raises(UnsupportedValue, match=r"prompt, name 'image': .*tolist"):
+        pool.open("a", 1, prompt={"image": np.ones(2)})
+    pool.open("a", 1)
+    (attempt,) = pool.claim()
+    with pytest.raises(UnsupportedValue, match=r"info, name 'image': .*tolist"):
+        pool.finish(attempt, {"x": torch.ones(1)}, info={"image": np.ones(2)})
+    assert shared.get_partition(pool.partition_id) is None
+    assert pool.status()["running"] == 1

@@ -55,6 +55,14 @@ def test_rows_come_back_in_the_order_of_the_keys_as_they_were(backend: None) -> 
         assert objects(found[name]) == objects([FIELDS[name][at] for at in order]), name
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_its_rows(backend: None, layout: torch.layout) -> None:
+    rows = [torch.zeros(2), torch.ones(2)]
+    roll.put("step_0", ["a", "b"], {"x": torch.nested.nested_tensor(rows, layout=layout)}, 2)
+    assert roll.get("step_0", ["b", "a"], ["x"])["x"].tolist() == [[1, 1], [0, 0]]
+
+
 def test_a_batch_that_travels_is_read_where_it_arrives(backend: None, child: Callable[[str], Child]) -> None:
     batch = roll.put("step_0", IDS, FIELDS, 3)
     told = pickle.dumps(batch)

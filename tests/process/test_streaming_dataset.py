@@ -393,7 +393,8 @@ def test_whatever_a_batch_becomes_it_is_acknowledged_as_a_whole(client: Client, 
 
 def test_an_error_of_a_fetch_reaches_the_consumer(client: Client) -> None:
     put(client, 2)
-    stream = dataset(batch=0)
+    stream = dataset()
+    stream.batch_size = 0
     with pytest.raises(ValueError, match="batch_size"):
         next(iter(stream))
 

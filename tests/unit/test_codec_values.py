@@ -283,6 +283,19 @@ def test_a_type_that_only_the_writer_registered_is_named_to_the_reader(monkeypat
         get(block, "x")
 
 
+@pytest.mark.parametrize(
+    ("cls", "more"),
+    [
+        (5, {}), (None, {}), (lambda: 0, {}), (Opaque, {"to_plain": str}), (Opaque, {"from_plain": str}),
+        (Opaque, {"to_plain": 5, "from_plain": 6}), (Opaque, {"name": 5, "to_plain": str, "from_plain": str}),
+        (Point, {"to_plain": str}),
+    ],
+)  # fmt: skip
+def test_what_is_no_registration_is_refused(cls: Any, more: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        register_type(cls, **more)
+
+
 @dataclasses.dataclass
 class Output(collections.OrderedDict):  # type: ignore[type-arg]  as those of transformers
     loss: float = 0.0

@@ -162,6 +162,7 @@ def test_disk_offload_of_the_other_package_is_spilling(tmp_path: Path) -> None:
     offload = {"enabled": True, "path": str(tmp_path)}
     config = started_with({"backend": {"SimpleStorage": {"ssd_offload": offload, "spill_nbytes": 1 << 20}}})
     assert (config.spill_dir, config.spill_nbytes) == (str(tmp_path), 1 << 20)
+    assert started_with({"backend": {"SimpleStorage": {"spill_dir": tmp_path}}}).spill_dir == str(tmp_path)
     assert started_with({}).spill_dir is None
     urls = {"server": {"journal_dir": "s3://bucket/tq"}}, {"backend": {"SimpleStorage": {"spill_dir": "file:///x"}}}
     for place in urls:

@@ -340,6 +340,13 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> Non
         GroupPolicy(**settings)
 
 
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "1", None])
+@pytest.mark.parametrize("policy", [GroupPolicy.drop, GroupPolicy.dropless])
+def test_a_span_that_is_none_is_refused_by_its_name(policy: Any, steps: Any) -> None:
+    with pytest.raises(InvalidInput, match="max_span"):
+        policy(steps)
+
+
 def test_a_group_is_opened_twice_in_the_same_way_only() -> None:
     pool = pool_of(GroupPolicy())
     opened(pool, "x", size=2)

@@ -176,3 +176,11 @@ def test_a_tensorclass_says_to_make_a_tensordict(part: str) -> None:
     refused(part, one, re.escape(".to_tensordict()"), rows=False)
     tq.kv_put("a", part, {"x": [one.to_tensordict()]})
     assert tq.kv_batch_get("a", part)["x"][0][0]["name"] == "a"
+
+
+@pytest.mark.parametrize("as_batch", [True, False])
+def test_a_batch_or_column_that_is_a_tensorclass_says_so_too(part: str, as_batch: bool) -> None:
+    rows = Sample(x=torch.ones(2, 3), name="a", batch_size=[2])
+    with pytest.raises(UnsupportedValue, match=re.escape(": put .to_tensordict() of it")):
+        tq.kv_batch_put(["a", "b"], part, rows if as_batch else {"t": rows})
+    assert tq.kv_list(part) == {}

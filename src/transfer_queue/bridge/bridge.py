@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, exchanged_columns, read_columns, stored_columns
+from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns, taken_columns
 from transfer_queue.bridge.schedule import COLUMNS, Schedule
 from transfer_queue.bridge.schema import MARKER, RolloutSchema
 from transfer_queue.client.client import TransferQueueClient
@@ -74,7 +74,7 @@ class RolloutBridge:
         self, batch: Mapping[str, Any], *, dp_size: int | None = None, schedule: Schedule | None = None
     ) -> Prepared:
         """What `put` does before it stores anything: for those who wait in between. Raises as it does."""
-        batch = exchanged_columns(batch)
+        batch = taken_columns(batch)
         rows = checked_batch(batch, self.schema)
         plan = Schedule.even(rows, 1 if dp_size is None else dp_size) if schedule is None else schedule
         plan.check(rows)
@@ -227,7 +227,7 @@ class RolloutBridge:
         """
         meta = fetched.meta if isinstance(fetched, Fetched) else fetched
         schema = self.schema.part(columns)
-        columns = exchanged_columns(columns)
+        columns = taken_columns(columns)
         if checked_batch(columns, schema) != len(meta):
             raise SchemaViolation(f"columns {list(columns)} have not the {len(meta)} rows that were fetched")
         self.client.put(stored_columns(columns, schema, range(len(meta))), metadata=meta, dedupe=self.dedupe)

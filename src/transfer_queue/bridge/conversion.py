@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 
 from transfer_queue.bridge.schema import (
     Inferred,
@@ -26,6 +26,7 @@ from transfer_queue.bridge.schema import (
     is_name,
     native,
 )
+from transfer_queue.codec.columns import items_in, rows_of, unsized
 from transfer_queue.codec.layout import offsets_of
 from transfer_queue.codec.lists import exchanged, is_exporter
 from transfer_queue.codec.nested import Offsets, jagged, trimmed
@@ -47,13 +48,20 @@ _LETTERS = {  # of `struct`; not "?", which packs the truth of any object
 }  # fmt: skip
 
 
-def exchanged_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch, in which arrays of other libraries (DLPack) are tensors: whole columns, and rows of lists. Raises
-    `SchemaViolation`."""
-    return {name: _exchanged_column(name, column) for name, column in batch.items()}
+def taken_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, of whose columns each row can be taken by its place: arrays of other libraries (DLPack) are tensors,
+    also as rows of lists, and a NonTensorData and an array of objects are lists. Raises `SchemaViolation`."""
+    return {name: _taken_column(name, column) for name, column in batch.items()}
 
 
-def _exchanged_column(name: str, column: Any) -> Any:
+def _taken_column(name: str, column: Any) -> Any:
+    if isinstance(column, (NonTensorStack, NonTensorData)):
+        items = items_in(column) if unsized(column) else None
+        return column if unsized(column) and items is None else rows_of(column, items)
+    if isinstance(column, np.ma.MaskedArray):
+        raise SchemaViolation(f"field {name!r}: a masked array: fill it first", None, name)
+    if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
+        return list(column)
     if isinstance(column, (list, tuple)) and any(map(is_exporter, column)):
         return [_exchanged(name, value, row) for row, value in enumerate(column)]
     return _exchanged(name, column, None)
@@ -84,10 +92,22 @@ def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
     ]  # fmt: skip
     if single:
         raise SchemaViolation(f"columns {single} have no rows: a column has one item for each", None, single[0])
+    for name, column in batch.items():
+        if column is not None and not _is_column(column):
+            kind = type(column).__qualname__
+            text = f"field {name!r}: a column is a list, a tensor or an array, got {kind}: give a list"
+            raise SchemaViolation(text, None, name)
     sizes = {name: _num_rows(column) for name, column in batch.items() if column is not None}
     if len(set(sizes.values())) != 1:
         raise SchemaViolation(f"the columns have different numbers of rows: {sizes}")
     return next(iter(sizes.values()))
+
+
+def _is_column(column: Any) -> bool:
+    """Whether rows are taken out of it by their place: of a mapping or a Series of pandas they are taken by a name."""
+    if isinstance(column, (str, bytes, bytearray)):
+        return False
+    return isinstance(column, (torch.Tensor, np.ndarray, TensorDictBase, Sequence))
 
 
 def _num_rows(column: Any) -> int:
@@ -106,7 +126,9 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
     if isinstance(column, Objects):
         return NonTensorStack(*[NonTensorData(values[row]) for row in rows])
     if isinstance(column, Inferred):
-        return _stored(name, values, _inferred([values[row] for row in rows]), rows)
+        with contextlib.suppress(SchemaViolation):  # what only looked like numbers is objects
+            return _stored(name, values, _inferred(name, [values[row] for row in rows]), rows)
+        return _stored(name, values, Objects(), rows)
     if isinstance(column, Numbers):
         return torch.from_numpy(_numbers(name, values, native(column.dtype), rows))
     assert isinstance(column, Ragged)
@@ -116,14 +138,14 @@ def _stored(name: str, values: Any, column: RolloutColumn, rows: Sequence[int]) 
     return _packed(name, values, column, wanted, rows)
 
 
-def _inferred(values: list[Any]) -> RolloutColumn:
-    """What these rows are."""
+def _inferred(name: str, values: list[Any]) -> RolloutColumn:
+    """What these rows look like. Raises `SchemaViolation` for tensors that are no arrays."""
     if any(isinstance(value, torch.Tensor) and value.dtype not in _AS_IN_NUMPY for value in values):
         return Objects()
     if all(isinstance(value, _NUMBERS) for value in values):
         return _inferred_numbers(values)
     if all(isinstance(value, (torch.Tensor, np.ndarray)) for value in values):
-        arrays = [_as_array("", value, None) for value in values]
+        arrays = [_as_array(name, value, None) for value in values]
         kinds = {(array.dtype.name, array.shape[1:]) for array in arrays if array.ndim}
         if (
             len(kinds) == 1
@@ -147,11 +169,15 @@ def _inferred(values: list[Any]) -> RolloutColumn:
 def _inferred_numbers(numbers: list[Any]) -> RolloutColumn:
     array = np.array(numbers)
     kind = array.dtype.kind
-    if kind == "f" and _is_rounded(numbers):
-        return Objects()
-    if kind == "u" and int(array.max()) > np.iinfo(np.int64).max:
-        return Numbers(dtype="uint64")
-    return Numbers(dtype={"b": "bool", "i": "int64", "u": "int64", "f": "float64"}.get(kind, "float64"))
+    if kind in "fOu":  # NumPy makes floats of ints on both sides of 2**63
+        items = [one.item() if isinstance(one, (np.ndarray, np.generic)) else one for one in numbers]
+        if all(isinstance(item, int) for item in items):
+            if max(items) < 2**63 and min(items) >= -(2**63):
+                return Numbers(dtype="int64")
+            return Numbers(dtype="uint64") if min(items) >= 0 and max(items) < 2**64 else Objects()
+        if _is_rounded(numbers):
+            return Objects()
+    return Numbers(dtype={"b": "bool", "i": "int64"}.get(kind, "float64"))
 
 
 def _is_rounded(numbers: list[Any]) -> bool:
@@ -331,6 +357,9 @@ def _as_array(name: str, value: Any, row: int | None) -> NDArray[Any]:
             where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
             raise SchemaViolation(f"{where}: a tensor of {value.dtype} that is no array: {error}", row, name) from None
         return found
+    if isinstance(value, np.ma.MaskedArray):
+        where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
+        raise SchemaViolation(f"{where}: a masked array: fill it first", row, name)
     return value if value.flags.writeable else value.copy()
 
 
@@ -385,14 +414,12 @@ def _read(name: str, values: Any, column: RolloutColumn | None, form: Form) -> A
             return values.tolist()
         return list(values.unbind() if isinstance(values, torch.Tensor) else values)
     stored = _as_stored(values)
+    if type(column) is not type(stored):
+        raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
     if isinstance(column, Numbers):
-        if not isinstance(stored, Numbers) or values.ndim != 1:
-            raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
         array = _widened(name, values.numpy(), column.dtype)
         return {"tensors": lambda: torch.from_numpy(array), "arrays": lambda: array, "lists": array.tolist}[form]()
     assert isinstance(column, Ragged)
-    if isinstance(values, NonTensorStack) or (isinstance(stored, Numbers) and values.ndim < 2):
-        raise SchemaViolation(f"field {name!r}: {stored} is stored, the schema says {column}", None, name)
     flat, offsets = _flat(values)
     flat = _widened(name, flat, column.dtype)
     bounds = offsets.tolist()
@@ -415,10 +442,11 @@ def _widened(name: str, stored: NDArray[Any], dtype: str) -> NDArray[Any]:
 def _as_stored(values: Any) -> RolloutColumn:
     if not isinstance(values, torch.Tensor) or values.dtype not in _AS_IN_NUMPY:
         return Objects()
-    if values.is_nested and values.layout != torch.jagged:
-        return Objects()
     dtype = str(values.dtype).removeprefix("torch.")
-    return Ragged(dtype=dtype) if values.is_nested else Numbers(dtype=dtype)
+    if values.is_nested:  # rows that differ in another dimension than their first do not lie one after the other
+        is_joined = values.layout == torch.jagged and getattr(values, "_ragged_idx", 0) == 1
+        return Ragged(dtype=dtype) if is_joined else Objects()
+    return Numbers(dtype=dtype) if values.ndim == 1 else Ragged(dtype=dtype, shape=tuple(values.shape[2:]))
 
 
 def _flat(column: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:

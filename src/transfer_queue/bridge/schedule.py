@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from transfer_queue.errors import InvalidInput
 
 COLUMNS = "columns"  # what is sent with it: the columns that the batch had
 OWN = ("dp_size", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", COLUMNS)
+DEPTHS = {"partitions": 2, "micro_batch_indices": 3, "num_microbatches": 1, "global_batch_sizes": 1, "dropped": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,7 @@ class Schedule:
     `num_microbatches`: of each training step, the same for all ranks. `global_batch_sizes`: of each training step over
     all ranks, in what the framework counts: rows, or rollouts of several rows each.
     `extra`: plain data that is sent along, under other names than `of_rank` and the bridge's `columns` have.
+    Numbers of NumPy and torch become Python's. Raises `InvalidInput` for what are no whole numbers.
     """
 
     partitions: Sequence[Sequence[int]]
@@ -33,9 +36,18 @@ class Schedule:
     dropped: Sequence[int] = ()
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, depth in DEPTHS.items():
+            value = getattr(self, name)
+            if value is not None or name in ("partitions", "dropped"):
+                object.__setattr__(self, name, _whole(value, name, depth))
+        if not isinstance(self.extra, Mapping):
+            raise InvalidInput(f"extra is a dict, got {self.extra!r:.200}")
+
     @classmethod
     def even(cls, rows: int, dp_size: int) -> Schedule:
         """Rows in their order, as many for each rank as for any other, or one more. `InvalidInput` for no rank."""
+        dp_size = _whole(dp_size, "dp_size", 0)
         if dp_size < 1:
             raise InvalidInput(f"dp_size {dp_size}: there is one rank at least")
         bounds = [rows * rank // dp_size for rank in range(dp_size + 1)]
@@ -51,7 +63,7 @@ class Schedule:
         taken = [name for name in self.extra if name in OWN]
         if taken:
             raise InvalidInput(f"extra: {taken} are what the schedule says itself to a rank")
-        parts = [list(part) for part in self.partitions]
+        parts = self.partitions
         if not parts or not all(parts):
             raise InvalidInput(f"{len(parts)} ranks for {rows} rows: every rank trains on one at least")
         if sorted(row for part in [*parts, self.dropped] for row in part) != list(range(rows)):
@@ -83,3 +95,18 @@ class Schedule:
             "num_microbatches": None if self.num_microbatches is None else list(self.num_microbatches),
             "global_batch_sizes": None if self.global_batch_sizes is None else list(self.global_batch_sizes),
         }
+
+
+def _whole(value: Any, name: str, depth: int) -> Any:
+    """Lists in lists, `depth` deep, of Python's ints. Raises `InvalidInput`, also for what can be read only once."""
+    if depth:
+        if not hasattr(value, "__len__") or isinstance(value, str):
+            raise InvalidInput(f"{name}: expected a list, got {value!r:.200}")
+        try:
+            return [_whole(one, name, depth - 1) for one in value]
+        except TypeError:  # of an array without dimensions
+            raise InvalidInput(f"{name}: expected a list, got {value!r:.200}") from None
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise InvalidInput(f"{name}: expected whole numbers, got {value!r:.200}") from None

@@ -54,8 +54,8 @@ class Objects(RolloutColumn):
 @dataclass(frozen=True, kw_only=True)
 class Inferred(RolloutColumn):
     """What the rows of a put look like: numbers become int64, uint64 where int64 is too small, float64 or bool
-    (objects, where float64 would round an int), arrays of one dtype and rank a ragged column, and everything else
-    objects."""
+    (objects, where float64 would round an int, or ints are beyond these), arrays of one dtype and rank a ragged column,
+    and everything else objects."""
 
 
 def is_name(name: object) -> bool:

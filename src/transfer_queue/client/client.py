@@ -29,7 +29,7 @@ from transfer_queue.client.operations.tasks import take
 from transfer_queue.client.remarks import warn
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.allocation import Allocation, Specs, allocate
-from transfer_queue.client.transfer.write import checked_tags
+from transfer_queue.client.transfer.write import checked_values
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import AccessDenied, ConfigError, InvalidInput, ServiceUnavailable, UnsupportedValue
 from transfer_queue.metadata import BatchMeta
@@ -324,7 +324,7 @@ class Operations:
     ) -> Operation[None]:
         """Declare how many rows a partition will have in all (`size`) and with some fields (`sizes`), and merge
         `metadata` into its own; creates it. Raises `InvalidInput` for a size below 0."""
-        tags = checked_tags([{} if metadata is None else metadata], 1)[0]
+        tags = checked_values({} if metadata is None else metadata, "metadata")
         if sizes is not None and not isinstance(sizes, Mapping):
             raise InvalidInput(f"sizes is a dict of a number of rows for each field, got {type(sizes).__qualname__}")
         request = m.SetPartition(self.session.next_rid(), partition_id, size, tags, dict(sizes or {}))

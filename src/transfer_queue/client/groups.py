@@ -18,7 +18,7 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.steps import ResumedGroups, step_number
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.share import store_shared
-from transfer_queue.client.transfer.write import TargetRows, is_on, store
+from transfer_queue.client.transfer.write import TargetRows, checked_values, is_on, store
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.errors import InvalidInput, TransferQueueError, error_from_code
 from transfer_queue.groups import GroupPolicy
@@ -187,14 +187,14 @@ class GroupOperations:
     ) -> Operation[None]:
         """A group of `size` siblings, of which `min_size` (default: all) have to get a result.
 
-        `source` names the data set for the counters, `prompt` is for whoever works on it (plain values, or where to
-        find them). `start_version`: default the trainer's version now. A policy with a gate or a rate wants a `ticket`;
-        `refills` says that the group replaces an evicted one (`refills()`). `priority`, from 0 to 1e12, is for policies
-        that go by it. Opening a group twice in the same way changes nothing. Raises `InvalidInput`, and `GroupEnded`
-        for an id that was used before.
+        `source` names the data set for the counters, `prompt` is for whoever works on it (values as in a tag, or where
+        to find them). `start_version`: default the trainer's version now. A policy with a gate or a rate wants a
+        `ticket`; `refills` says that the group replaces an evicted one (`refills()`). `priority`, from 0 to 1e12, is
+        for policies that go by it. Opening a group twice in the same way changes nothing. Raises `InvalidInput`,
+        `UnsupportedValue`, and `GroupEnded` for an id that was used before.
         """
         number = None if ticket is None else instance(ticket, GroupTicket, "ticket").number
-        told = dict(mapping({} if prompt is None else prompt, "prompt"))
+        told = checked_values({} if prompt is None else prompt, "prompt")
         least = size if min_size is None else min_size
         yield _call(
             self, m.OpenGroup, group_id, size, least, source, told, start_version, number, refills,
@@ -241,10 +241,11 @@ class GroupOperations:
         that are in the partition already, by index or by key.
 
         The versions are those that made its tokens (default: the group's `start_version`). `dedupe`: of new rows, as in
-        `kv_put`; siblings with one image have it once. Saying the same result twice
-        changes nothing. The result of the last sibling seals the group and wakes who waits for it. Returns the rows'
-        metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants the result any more (new rows are not stored,
-        others are cleared), `InvalidInput` for another result than the first.
+        `kv_put`; siblings with one image have it once. `info` has values as in a tag. Saying the same result of the
+        same rows twice changes nothing; new rows are another result. The result of the last sibling seals the group
+        and wakes who waits for it. Returns the rows' metadata. Raises `StaleAttempt` or `GroupEnded` where nobody wants
+        the result any more (new rows are not stored, others are cleared), `InvalidInput` for another result than the
+        first, `UnsupportedValue`.
         """
         plan = yield from _placed(self, data)
         one = instance(attempt, SlotAttempt, "attempt").result(
@@ -471,7 +472,7 @@ def _finish(
     finished = [
         m.FinishedSlot(
             one.attempt.group_id, one.attempt.slot, one.attempt.attempt, one.reward, one.oldest_version,
-            one.newest_version, one.tokens, one.info, one.num_rows,
+            one.newest_version, one.tokens, checked_values(one.info, "info"), one.num_rows,
         ) for one in instances(results, SlotResult, "results")
     ]  # fmt: skip
     if isinstance(rows, BlockPlan):

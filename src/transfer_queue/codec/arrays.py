@@ -95,6 +95,8 @@ class BufferWriter:
         return _ext(TENSOR, [dtype_name(value.dtype), list(value.shape), ref])
 
     def _ndarray(self, value: np.ndarray[Any, Any], lower: Callable[[Any], Any]) -> Any:
+        if isinstance(value, np.ma.MaskedArray):
+            raise UnsupportedValue("a MaskedArray cannot be stored: fill it first")
         if type(value) is not np.ndarray:
             raise UnsupportedValue(f"an array of type {type(value)} cannot be stored with its type kept")
         if value.dtype.hasobject:

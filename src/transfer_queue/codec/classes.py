@@ -31,6 +31,10 @@ log = logging.getLogger("transfer_queue")
 _missed: set[str] = set()
 
 
+def is_tensorclass(value: Any) -> bool:
+    return bool(getattr(type(value), TENSORCLASS, False))
+
+
 @functools.lru_cache(maxsize=1024)
 def kind_of(cls: type) -> str | None:
     """How values of `cls` travel; None when they have no fields by which they could."""

@@ -18,6 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from transfer_queue.codec import lists
 from transfer_queue.codec.arrays import BufferWriter, check_jagged, check_tensor, nbytes_of
+from transfer_queue.codec.classes import is_tensorclass
 from transfer_queue.codec.columns import rows_of
 from transfer_queue.codec.dtypes import dtype_called, dtype_name
 from transfer_queue.codec.filling import BlockPlan
@@ -195,7 +196,9 @@ def _column(plan: BlockPlan, name: str, value: Any, numbers: bool) -> Column:
         return _nested(plan, name, value)
     if isinstance(value, (list, tuple)):
         return _sequence(plan, name, list(value), numbers)
-    raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {type(value).__qualname__}")
+    what = ".to_tensordict() of it" if is_tensorclass(value) else "a list of its rows"
+    kind = type(value).__qualname__
+    raise UnsupportedValue(f"field {name!r}: a column is a tensor, array or list, got {kind}: put {what}")
 
 
 def _sequence(plan: BlockPlan, name: str, values: list[Any], numbers: bool) -> Column:

@@ -7,6 +7,7 @@ Enums, dataclasses and named tuples travel without being registered (`codec.clas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import NoneType
 from typing import Any, NamedTuple
 
 from transfer_queue.codec.classes import DATACLASS, ENUM, FLAG, NAMEDTUPLE, kind_of, rebuilt
@@ -41,8 +42,9 @@ def register_type(
     where their class is imported before reading they need not be registered, unless it has special methods of its own:
     registering it lets a message make values that run them. `name` defaults to module and qualified name. Usable as a
     class decorator. Functions run in any thread: those of many values in one that holds up no event loop. Raises
-    `InvalidInput` for a type without functions, or a name taken by another type.
+    `InvalidInput` for a type without functions, or with one of the two, and a name taken by another type.
     """
+    _check(cls, name, to_plain, from_plain)
     name = name or f"{cls.__module__}:{cls.__qualname__}"
     if to_plain is None or from_plain is None:
         to_plain, from_plain = None, _from_fields(cls)
@@ -51,6 +53,17 @@ def register_type(
         raise InvalidInput(f"the name {name!r} is registered for {held.cls}")
     _BY_TYPE[cls] = _BY_NAME[name] = Registration(name, cls, to_plain, from_plain)
     return cls
+
+
+def _check(cls: object, name: object, to_plain: object, from_plain: object) -> None:
+    if not isinstance(cls, type):
+        raise InvalidInput(f"cls is a class, got {cls!r:.200}")
+    if not isinstance(name, (str, NoneType)):
+        raise InvalidInput(f"name is a string or None, got {name!r:.200}")
+    if (to_plain is None) != (from_plain is None):
+        raise InvalidInput(f"{cls}: give both of to_plain and from_plain, or neither")
+    if to_plain is not None and not (callable(to_plain) and callable(from_plain)):
+        raise InvalidInput(f"{cls}: to_plain and from_plain are functions")
 
 
 def _from_fields(cls: Any) -> Callable[[Any], Any]:

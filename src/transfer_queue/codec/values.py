@@ -206,7 +206,7 @@ def advice(value: Any) -> str:
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
         if isinstance(value, base):
             return f"convert it with {base.__name__}(...), or register it with transfer_queue.register_type"
-    if getattr(kind, classes.TENSORCLASS, False):
+    if classes.is_tensorclass(value):
         return "convert it with .to_tensordict()"
     if hasattr(value, "model_dump"):
         return "convert it with .model_dump(), or register it with transfer_queue.register_type"

@@ -21,6 +21,8 @@ from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
+from transfer_queue.errors import InvalidInput
+from transfer_queue.sampler.base import whole_number
 
 
 def identity(item: Any) -> Any:
@@ -62,6 +64,9 @@ class StreamingDataLoader(DataLoader[Any]):
         pin_memory_device: str = "",
     ) -> None:
         collate: Any = collate_fn or identity
+        num_workers = whole_number(num_workers, "num_workers")  # torch takes NumPy's for a list of them
+        if num_workers < 0:
+            raise InvalidInput(f"num_workers is 0 or more, got {num_workers}")
         if num_workers:
             collate = _CollateEach(collate)
         device: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}

@@ -52,6 +52,13 @@ def default_fetch_batch_fn(
     return (tq_client.get_data(meta) if len(meta) else None), meta
 
 
+def _size(value: object, name: str) -> int:
+    found = whole_number(value, name)
+    if found < 1:
+        raise InvalidInput(f"{name} must be >= 1, got {found}")
+    return found
+
+
 def _function(given: Any, name: str) -> Any:
     """`given`, or `InvalidInput` where it is neither None nor can be called."""
     if given is not None and not callable(given):
@@ -78,7 +85,10 @@ class StreamPlace(NamedTuple):
         if not isinstance(partition, str) or not all(isinstance(rows, Iterable) for rows in (used, given_back)):
             raise InvalidInput(f"a state has a name of a partition and lists of rows, got {state!r:.200}")
         rows = [[whole_number(row, "a row of a state") for row in part] for part in (used, given_back)]
-        return cls(str(partition), whole_number(index, "batch_index of a state"), *rows)
+        number = whole_number(index, "batch_index of a state")
+        if not 0 <= number < 1 << 63:
+            raise InvalidInput(f"batch_index of a state is the number of a batch, got {number}")
+        return cls(str(partition), number, *rows)
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -127,10 +137,8 @@ class StreamingDataset(IterableDataset[Any]):
         dp_size: int | None = None,
     ) -> None:
         """Raises `InvalidInput` (a ValueError) for a size, rank or lease out of range, or no fields."""
-        batch_size = whole_number(batch_size, "batch_size")
-        micro_batch_size = whole_number(micro_batch_size, "micro_batch_size")
-        if micro_batch_size < 1:
-            raise InvalidInput(f"micro_batch_size must be >= 1, got {micro_batch_size}")
+        batch_size = _size(batch_size, "batch_size")
+        micro_batch_size = _size(micro_batch_size, "micro_batch_size")
         if len(field_list(data_fields)) < 1:
             raise InvalidInput(f"data_fields must be a list with at least one field name, got {data_fields}")
         rank = rank_of(dp_rank, dp_size)

@@ -8,6 +8,7 @@ experience replay by priority (Schaul et al. 2016), with Reverb's rate limiter.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Literal, TypeAlias, get_type_hints
 
 import msgspec
@@ -133,12 +134,12 @@ class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def drop(cls, max_span: int) -> GroupPolicy:
         """Oldest first; a finished group of more than `max_span` steps, its own included, is evicted."""
-        return cls(serve="window", window=max_span - 1, order="oldest", stale="evict")
+        return cls(serve="window", window=_span(max_span) - 1, order="oldest", stale="evict")
 
     @classmethod
     def dropless(cls, max_span: int) -> GroupPolicy:
         """Oldest first, none is evicted: who selects waits while an unfinished one has `max_span` steps."""
-        return cls(serve="dropless", window=max_span - 1, order="oldest")
+        return cls(serve="dropless", window=_span(max_span) - 1, order="oldest")
 
     @classmethod
     def prioritized(
@@ -189,6 +190,16 @@ def _check_replay(policy: GroupPolicy) -> None:
         )
     if policy.error_buffer is not None and not max(1.0, rate) <= policy.error_buffer <= MAX_COUNT:
         raise InvalidInput(f"error_buffer {policy.error_buffer}: expected {max(1.0, rate):g} or more")
+
+
+def _span(steps: object) -> int:
+    try:
+        found = operator.index(steps)  # type: ignore[arg-type]
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise InvalidInput(f"max_span of a group policy is a number of steps, 1 or more; got {steps!r:.200}")
+    return found
 
 
 def _check(policy: GroupPolicy) -> None:

@@ -148,7 +148,7 @@ def as_columns(fields: Mapping[str, Any]) -> TensorDict:
             raise UnsupportedValue(f"field {name!r} is a {type(column).__qualname__}: expected a tensor or an array")
         if column.ndim == 0:
             raise InvalidInput(f"field {name!r} has no rows")
-        sizes[name] = column.shape[0]
+        sizes[name] = int(column.size(0)) if isinstance(column, torch.Tensor) else len(column)  # nested: no shape
     if len(set(sizes.values())) != 1:
         raise InvalidInput(f"fields with the same number of rows, one at least: got {sizes}")
     columns = {

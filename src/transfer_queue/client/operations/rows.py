@@ -20,6 +20,7 @@ from transfer_queue.client.transfer.read import read
 from transfer_queue.client.transfer.share import store_shared
 from transfer_queue.client.transfer.write import TargetRows, checked_tags, is_on, store
 from transfer_queue.codec import lists
+from transfer_queue.codec.classes import is_tensorclass
 from transfer_queue.codec.columns import items_in, rows_of, unsized
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.plan import exchanged, items_of, plan_batch, python_nbytes
@@ -244,7 +245,8 @@ def _counted(batch: Batch) -> int:
         if count is None:
             raise InvalidInput(f"a column has rows, got {type(first).__qualname__} without length")
     else:
-        raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}")
+        what = ": put .to_tensordict() of it" if is_tensorclass(batch) else ""
+        raise UnsupportedValue(f"data is a TensorDict or a mapping of columns, got {type(batch).__qualname__}{what}")
     return count
 
 

@@ -155,7 +155,7 @@ _NAMED: dict[str, Parser] = {
     "append": _append,
     "merge": _merge,
     "add": _numeric("add", _sum, lambda old, new: old + new),
-    "max": _numeric("max", torch.maximum, max),
+    "max": _numeric("max", torch.maximum, lambda old, new: old if math.isnan(old) or old >= new else new),
     "replace": lambda _, new: new,
 }
 
@@ -169,6 +169,8 @@ def _parser(parser: object) -> Parser:
         def combine(old: Any, new: Any) -> Any:
             try:
                 return new if old is None else named(old, new)
+            except UnsupportedValue:
+                raise
             except RuntimeError as error:  # torch's, for shapes that do not fit
                 raise UnsupportedValue(f"{parser}: {error}") from None
 

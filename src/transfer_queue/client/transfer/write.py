@@ -176,24 +176,29 @@ def checked_tags(tags: Sequence[Mapping[str, Any]], count: int) -> list[m.Tags]:
         raise UnsupportedValue(f"tags is a list of dicts, got {type(tags).__qualname__}") from None
     if found != count:
         raise InvalidInput(f"{found} tags for {count} rows")
-    return [_tag(tag, row) for row, tag in enumerate(tags)]
+    return [checked_values(tag, "tag", row) for row, tag in enumerate(tags)]
 
 
-def _tag(tag: Mapping[str, Any], row: int) -> m.Tags:
-    if not isinstance(tag, Mapping):
-        raise InvalidInput(f"tag {row}: a tag is a dict, got {type(tag).__qualname__}")
+def checked_values(values: Mapping[str, Any], what: str, row: int | None = None) -> m.Tags:
+    """Values by name, ready for the wire, types kept. Raises as `checked_tags`, about the `what` of this row."""
+    if not isinstance(values, Mapping):
+        raise InvalidInput(f"{_place(what, row)}: a {what} is a dict, got {type(values).__qualname__}")
     out: m.Tags = {}
-    for key, value in tag.items():
+    for key, value in values.items():
         if type(key) is not str:
-            raise InvalidInput(f"tag {row}: the names in a tag are strings, got {key!r}")
+            raise InvalidInput(f"{_place(what, row)}: the names in a {what} are strings, got {key!r}")
         if type(value) in _EXACT or (type(value) is int and -(1 << 63) <= value < 1 << 63):
             out[key] = value
             continue
         if is_too_deep(value, m.MAX_NESTING):
             text = f"lists, dicts and others in each other, more than {m.MAX_NESTING} deep"
-            raise InvalidInput(f"tag {row}, name {key!r}: {text}; put such a value into a field")
+            raise InvalidInput(f"{_place(what, row)}, name {key!r}: {text}; put such a value into a field")
         try:
             out[key] = _TAG_VALUES.lower(value.item() if isinstance(value, _NUMBERS) else value)
         except (UnsupportedValue, RecursionError) as error:
-            raise UnsupportedValue(f"tag {row}, name {key!r}: {error}") from None
+            raise UnsupportedValue(f"{_place(what, row)}, name {key!r}: {error}") from None
     return out
+
+
+def _place(what: str, row: int | None) -> str:
+    return what if row is None else f"{what} {row}"
