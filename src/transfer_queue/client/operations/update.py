@@ -155,7 +155,7 @@ _NAMED: dict[str, Parser] = {
     "append": _append,
     "merge": _merge,
     "add": _numeric("add", _sum, lambda old, new: old + new),
-    "max": _numeric("max", torch.maximum, lambda old, new: old if math.isnan(old) or old >= new else new),
+    "max": _numeric("max", torch.maximum, lambda old, new: old if old >= new or old != old else new),
     "replace": lambda _, new: new,
 }
 
