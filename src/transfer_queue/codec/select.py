@@ -48,7 +48,7 @@ def selected(
     return Layout(len(rows), builder.nbytes, columns), fill
 
 
-class Span(NamedTuple):
+class DenseSpan(NamedTuple):
     """Of a dense column: where its rows begin in the block, bytes of one of them, and where they go."""
 
     source: int
@@ -56,7 +56,7 @@ class Span(NamedTuple):
     into: int
 
 
-class Cut(NamedTuple):
+class CutOut(NamedTuple):
     """Rows of a block that follow each other, as a block of their own: its layout, its bytes, and what writes them."""
 
     layout: bytes
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
     fill: Fill
 
 
-def cut_out(layout: bytes, data: Bytes, first: int, count: int, fields: Sequence[str]) -> Cut:
+def cut_out(layout: bytes, data: Bytes, first: int, count: int, fields: Sequence[str]) -> CutOut:
     """`count` rows of `fields` from `first` on. Raises as `selected`.
 
     Rows of dense columns are spans whose places are the same for every row, so they are found once.
@@ -72,7 +72,7 @@ def cut_out(layout: bytes, data: Bytes, first: int, count: int, fields: Sequence
     whole, dense = decode_layout(layout), _dense_spans(layout, count, tuple(fields))
     if dense is None or whole.nbytes > len(data) or not 0 <= first <= first + count <= whole.rows:
         made, fill = selected(whole, data, np.arange(first, first + count), fields)
-        return Cut(encode_layout(made), made.nbytes, fill)
+        return CutOut(encode_layout(made), made.nbytes, fill)
     encoded, nbytes, spans = dense
 
     def copy(into: Bytes) -> None:
@@ -80,11 +80,11 @@ def cut_out(layout: bytes, data: Bytes, first: int, count: int, fields: Sequence
             begin, length = source + first * row_nbytes, count * row_nbytes
             into[place : place + length] = data[begin : begin + length]
 
-    return Cut(encoded, nbytes, copy)
+    return CutOut(encoded, nbytes, copy)
 
 
 @lru_cache(maxsize=1024)
-def _dense_spans(layout: bytes, count: int, fields: tuple[str, ...]) -> tuple[bytes, int, list[Span]] | None:
+def _dense_spans(layout: bytes, count: int, fields: tuple[str, ...]) -> tuple[bytes, int, list[DenseSpan]] | None:
     """The layout of so many rows of these fields, its bytes, and where they come from; None where one is not dense."""
     builder = Builder()
     columns, spans = [], []
@@ -95,7 +95,7 @@ def _dense_spans(layout: bytes, count: int, fields: tuple[str, ...]) -> tuple[by
             return None
         row_nbytes = column.row_nbytes()
         place = builder.place(count * row_nbytes)
-        spans.append(Span(column.parts[0][0], row_nbytes, place[0]))
+        spans.append(DenseSpan(column.parts[0][0], row_nbytes, place[0]))
         columns.append(msgspec.structs.replace(column, parts=[place]))
     return encode_layout(Layout(count, builder.nbytes, columns)), builder.nbytes, spans
 

@@ -84,8 +84,7 @@ class Controller:
         self.locks = Locks(self.outbox, self._unreceived, lock_number)
         self._fleets = ReportedFleets()
         self._departures = Departures()
-        lent = (self._leases.deadlines, *state.groups.deadlines)
-        self._terms = (self.locks.deadlines, *lent)  # of all that is lent
+        self._terms = (self._leases.deadlines, *state.groups.deadlines, self.locks.deadlines)  # of all that is lent
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -96,7 +95,7 @@ class Controller:
         others = (self.staleness.admissions.parked, self.groups.parked, self.series.parked, self.watching.parked)
         lots: tuple[WaitQueue[Any], ...] = (self._fetching.parked, self._quota_waiters, *others)
         self._lots = (self.locks.parked, *lots)  # requests that wait, but for loads
-        self._timed: tuple[Timed, ...] = (*lent, self._redelivery, self.locks, *lots)
+        self._timed: tuple[Timed, ...] = (*self._terms[:-1], self._redelivery, self.locks, *lots)  # locks look at theirs
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)

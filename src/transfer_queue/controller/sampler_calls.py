@@ -110,6 +110,13 @@ class SamplerCalls:
                 raise
             raise SamplerFailed(f"{name} failed: {type(error).__name__}: {error}") from error
 
+    def _call(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """`_logged` of what nobody asked for: no log says that it failed, and it does not count."""
+        try:
+            return question(*args, **kwargs)
+        except Exception as error:
+            raise SamplerFailed(str(error)) from error
+
     # what is kept for a standby
 
     def keep(self) -> bool:
@@ -130,8 +137,8 @@ class SamplerCalls:
         if self._num_unsaved:
             self._num_unsaved -= 1
             return None
-        with contextlib.suppress(Exception):
-            state = _encode(self.sampler.save_checkpoint())
+        with contextlib.suppress(SamplerFailed):
+            state = self._call(lambda: _encode(self.sampler.save_checkpoint()))
             if len(state) <= MAX_STATE_NBYTES:
                 return state
         self._num_unsaved = LOOK_AGAIN
@@ -155,8 +162,8 @@ class SamplerCalls:
         answer = _decode(self._repeated.popleft())
         if answer.method != _name(question):
             raise KeyError(f"{type(self.sampler).__name__}.{_name(question)}: {answer.method} was asked before")
-        with contextlib.suppress(Exception):
-            question(*args, **kwargs)
+        with contextlib.suppress(SamplerFailed):
+            self._call(question, *args, **kwargs)
         if answer.error is not None:
             raise error_from_code(answer.error.code, answer.error.text)
         return answer.value

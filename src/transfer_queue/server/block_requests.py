@@ -10,7 +10,7 @@ import numpy as np
 
 from transfer_queue.codec.layout import Layout, decode_layout, encode_layout
 from transfer_queue.codec.needed import all_ranges
-from transfer_queue.codec.select import Cut, cut_out, selected
+from transfer_queue.codec.select import CutOut, cut_out, selected
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, RowCleared, ServiceUnavailable, StoreFull
 from transfer_queue.memory.bytes import Ints
@@ -144,7 +144,7 @@ class BlockRequests:
     def _cut_out(self, reply: m.Located) -> Answer | None:
         """A reply whose pieces are large blocks that lie here, with the rows that it names and no others, where they
         follow each other in their blocks and are small; else None, and `reply` is of no use any more."""
-        made: dict[int, Cut] = {}
+        made: dict[int, CutOut] = {}
         for part in reply.parts:
             runs = numbers_of(part.runs, 3)
             number, first, count = runs[0].tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 
 from transfer_queue.memory.processors import usable_processors
 
@@ -30,8 +30,7 @@ class Spinner:
         # At so many clients it sleeps. With less than two processors none can run while this looks.
         processors = usable_processors()
         self._limit = processors if spin_s and processors >= 2 else 0.0
-        self._askers: deque[int] = deque([0] * WINDOW)  # of the last requests; 0: nobody
-        self._busy: Counter[int] = Counter(self._askers)  # how many of those are each one's
+        self._askers: deque[int] = deque(maxlen=WINDOW)  # of the last requests
         self._until = 0.0
         self.spins = False
         self._credit = MAX_CREDIT // 2
@@ -39,7 +38,8 @@ class Spinner:
 
     def handled(self, asker: object) -> None:
         """Requests of one connection have been handled: the next may be near."""
-        if self._num_busy(id(asker)) >= self._limit:
+        self._askers.append(id(asker))
+        if len(set(self._askers)) >= self._limit:
             self._until = 0.0
             return
         if self.spins:
@@ -52,17 +52,6 @@ class Spinner:
             self._slept += 1
             return
         self._until = time.monotonic() + self._spin_s
-
-    def _num_busy(self, asker: int) -> int:
-        """How many clients are at work, of which this one has just asked."""
-        last = self._askers.popleft()
-        self._askers.append(asker)
-        if last != asker:
-            self._busy[asker] += 1
-            self._busy[last] -= 1
-            if not self._busy[last]:
-                del self._busy[last]
-        return len(self._busy) - (0 in self._busy)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop looks at its sockets, without sleeping, before it comes here again."""
