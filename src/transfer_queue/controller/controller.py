@@ -81,7 +81,8 @@ class Controller:
         self._redelivery.max_deliver = max_deliver
         self.staleness = state.staleness
         self.staleness.policy = policy or Policy()
-        self.locks = Locks(self.outbox, self._unreceived, lock_number)
+        state.lock_numbers.last = lock_number
+        self.locks = Locks(self.outbox, self._unreceived, state.lock_numbers)
         self._fleets = ReportedFleets()
         self._departures = Departures()
         self._terms = (self._leases.deadlines, self.locks.deadlines, *state.groups.deadlines)  # of all that is lent

@@ -126,7 +126,13 @@ class BlocksGivenUp(Fact, tag=12):
     blocks: list[int]
 
 
+class LocksNumbered(Fact, tag=13):
+    """Locks have numbers up to this one: see `locks.LockNumbers`."""
+
+    last: int
+
+
 ControllerFact: TypeAlias = (
     Applied | RowsTaken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
-    | CellsGathered | SamplerIs | UnitGivenUp | BlocksGivenUp
+    | CellsGathered | SamplerIs | UnitGivenUp | BlocksGivenUp | LocksNumbered
 )  # fmt: skip

@@ -47,6 +47,7 @@ class Recovery:
             f.HeldAgain: self._held_again, f.CellsMoved: self._moved, f.CellsGathered: self._gathered,
             f.SamplerIs: self._sampler_is, f.UnitGivenUp: self._unit_lost,
             f.BlocksGivenUp: self._blocks_lost,
+            f.LocksNumbered: lambda fact: controller.state.lock_numbers.go_on_above(fact.last),
         }  # fmt: skip
 
     def apply(self, fact: f.ControllerFact) -> None:
@@ -65,6 +66,7 @@ class Recovery:
         state.fetching.leases.number_above(state.fetching.steps.last_lease)
         state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
+        state.groups.number_leases(state.lock_numbers.last)
         lives = list(state.lineage.ends)
         if lives:
             state.lineage.ends[lives[-1]] = state.next_index
