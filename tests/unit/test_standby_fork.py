@@ -41,7 +41,8 @@ def test_a_standby_that_cannot_take_over_is_none() -> None:
         raise AssertionError("nobody takes over")
 
     async def look() -> list[int]:
-        service: Any = SimpleNamespace(standby_pid=0, controller=SimpleNamespace(unfinished=False))
+        unit = SimpleNamespace(shm=SimpleNamespace(arenas=[]))
+        service: Any = SimpleNamespace(standby_pid=0, controller=SimpleNamespace(unfinished=False), unit=unit)
         recorder = Recorder()
         keeper = StandbyKeeper(service, recorder, lambda: (), never)
         keeper.renew()
