@@ -52,6 +52,8 @@ def test_a_standby_that_cannot_take_over_is_none() -> None:
         while not service.standby_pid:
             await asyncio.sleep(0)
         found.append(service.standby_pid)
+        while os.path.exists(f"/proc/{first}"):  # the keeper hears of its end
+            await asyncio.sleep(0)
         keeper.close()
         return found
 
