@@ -101,6 +101,8 @@ class Recovery:
             fates = np.frombuffer(fact.fates, np.uint8)
             for what in (TOO_OLD, SPENT):
                 task.note_fate(slots[fates & what != 0], what)
+        if fact.stale >= 0:
+            task.num_stale = fact.stale
         for place, attempts, reason, dead in fact.returned:
             task.returned[int(slots[place])] = Returned(attempts, reason, NO_TIME, dead)
         task.hold_back(slots[[place for place, _ in fact.delays]], [delay_s for _, delay_s in fact.delays])
