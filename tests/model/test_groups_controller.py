@@ -545,3 +545,22 @@ def test_who_works_on_siblings_is_told_until_the_attempt_is_over() -> None:
     with pytest.raises(DeadlineExceeded, match="the oldest open group is 'x': 1 of 3 slots done, 1 running"):
         box.select(1)
     assert box.ask(m.DescribePool).values["workers"] == [{"session": b"one".hex(), "attempts": 1}]
+
+
+def test_rows_that_became_too_old_and_went_with_their_group_in_one_step_are_counted_after_a_restart() -> None:
+    blank = exported(Controller(SequentialSampler(), None, 0, ledger=Ledger()).state)
+    box = GroupBox(None, ledger := Ledger())
+    box.announce(1)
+    box.ask(m.OpenPool, GroupPolicy.windowed(0), None)
+    box.tag(box.made("x"), [{"weight_version": 1, "weight_epoch": "e"}])
+    stays = box.made_by(1)
+    with pytest.raises(DeadlineExceeded):
+        box.fetch(9, max_staleness=0)
+    box.announce(2)
+    assert box.rows() == stays
+    heir = Recovery(GroupBox(None, Ledger()).controller, *blank, 0)
+    for fact in ledger.take():
+        heir.apply(fact)
+    heir.finish()
+    counts = [one.staleness.statistics()["stale_rows"] for one in (box.controller, heir._controller)]
+    assert counts == [2, 2]

@@ -46,6 +46,17 @@ def test_rows_that_are_not_there_are_no_result() -> None:
     box.finish("x")
 
 
+def test_a_result_for_a_slot_that_its_group_has_not_is_refused_whether_its_rows_are_there_or_not() -> None:
+    """As of a worker of an earlier pool, whose group of that name had more siblings."""
+    box = GroupBox()
+    box.open("x", 1)
+    box.claim()
+    for rows in (indexes(box.put(1)), [77]):
+        with pytest.raises(InvalidInput, match="slot 1 of group 'x', which has 1"):
+            box.finish("x", slot=1, rows=rows)
+    box.finish("x")
+
+
 def test_rows_and_the_result_that_they_are_come_in_one_step_or_not_at_all() -> None:
     box = GroupBox()
     box.open("x", 2)

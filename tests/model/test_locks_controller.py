@@ -8,9 +8,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tables import Box
+from tables import Box, reloaded
 
+from transfer_queue.controller import Controller
+from transfer_queue.controller.ledger import Ledger
+from transfer_queue.controller.recovery import Recovery
+from transfer_queue.controller.snapshot import exported
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LockLostError, error_from_code
+from transfer_queue.sampler import SequentialSampler
 from transfer_queue.wire import messages as m
 
 LEASE_S = 10.0
@@ -49,6 +54,31 @@ class LockBox(Box):
                 found[ticket] = reply.lock
         self.controller.outbox.clear()
         return found
+
+
+def test_numbers_grow_over_lives_though_the_clock_was_put_back() -> None:
+    """Stores that refuse writers which are too late go by them."""
+    ledger, box = Ledger(), LockBox()
+    box.controller = Controller(SequentialSampler(), reserved_rows=0, lock_number=9_000_000_000, ledger=ledger)
+    before, facts = exported(box.controller.state), ledger.take()
+    first = box.lock("a")
+    facts += ledger.take()
+    last = box.lock("b")
+    assert first is not None
+    assert last == first + 1
+    assert not ledger.take(), "not each lock is written down"
+    heir = LockBox()
+    heir.controller = Controller(SequentialSampler(), reserved_rows=0, lock_number=5_000_000_000, ledger=Ledger())
+    recovery = Recovery(heir.controller, *before, 0)
+    for fact in facts:
+        recovery.apply(fact)
+    recovery.finish()
+    later = LockBox()
+    later.controller = reloaded(box).controller  # a checkpoint
+    for one in (heir, later):
+        number = one.lock("a")
+        assert number is not None
+        assert number > last
 
 
 def test_a_waiter_for_two_keys_is_not_overtaken_on_the_free_one() -> None:

@@ -290,6 +290,14 @@ def test_partitions_that_are_gone_are_counted_as_lost() -> None:
     assert box.fetch(2) == new
 
 
+def test_partitions_whose_name_another_one_has_are_counted_as_lost() -> None:
+    box, _ = filled(2)
+    box.fetch(2)
+    box.clear()
+    box.put(2)
+    assert box.resume(0) == (0, 0, 1)
+
+
 def test_a_partition_of_the_same_name_has_other_rows() -> None:
     box, _ = filled(2)
     box.fetch(2)

@@ -81,7 +81,8 @@ class Controller:
         self._redelivery.max_deliver = max_deliver
         self.staleness = state.staleness
         self.staleness.policy = policy or Policy()
-        self.locks = Locks(self.outbox, self._unreceived, lock_number)
+        state.lock_numbers.last = lock_number
+        self.locks = Locks(self.outbox, self._unreceived, state.lock_numbers)
         self._fleets = ReportedFleets()
         self._departures = Departures()
         self._terms = (self._leases.deadlines, *state.groups.deadlines, self.locks.deadlines)  # of all that is lent
@@ -95,7 +96,12 @@ class Controller:
         others = (self.staleness.admissions.parked, self.groups.parked, self.series.parked, self.watching.parked)
         lots: tuple[WaitQueue[Any], ...] = (self._fetching.parked, self._quota_waiters, *others)
         self._lots = (self.locks.parked, *lots)  # requests that wait, but for loads
-        self._timed: tuple[Timed, ...] = (*self._terms[:-1], self._redelivery, self.locks, *lots)  # locks look at theirs
+        self._timed: tuple[Timed, ...] = (
+            *self._terms[:-1],
+            self._redelivery,
+            self.locks,
+            *lots,
+        )  # locks look at theirs
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)

@@ -32,7 +32,8 @@ class RowsTaken(Fact, tag=1):
     """What `rows` (int64 indexes) are to a task: one byte each, `USED`, `KEPT` by its sampler, or 0; and (position in
     `rows`, attempts, reason, dead) of those that came back to it, the others did not. `fates`: one byte each, as
     `readiness.Task.fates`; empty where none has any. `delays`: (position in `rows`, seconds) of those that are held
-    back. `max_deliver`: what its requests asked for, 0 where none did."""
+    back. `max_deliver`: what its requests asked for, 0 where none did. `stale`: its `num_stale`; -1: not said, as by an
+    earlier release."""
 
     partition: str
     task: str
@@ -42,6 +43,7 @@ class RowsTaken(Fact, tag=1):
     fates: bytes = b""
     delays: list[tuple[int, float]] = []
     max_deliver: int = 0
+    stale: int = -1
 
 
 class Granted(Fact, tag=2):
@@ -126,7 +128,13 @@ class BlocksGivenUp(Fact, tag=12):
     blocks: list[int]
 
 
+class LocksNumbered(Fact, tag=13):
+    """Locks have numbers up to this one: see `locks.LockNumbers`."""
+
+    last: int
+
+
 ControllerFact: TypeAlias = (
     Applied | RowsTaken | Granted | BatchTaken | BatchDealt | BatchUndone | StepMarked | HeldAgain | CellsMoved
-    | CellsGathered | SamplerIs | UnitGivenUp | BlocksGivenUp
+    | CellsGathered | SamplerIs | UnitGivenUp | BlocksGivenUp | LocksNumbered
 )  # fmt: skip

@@ -131,6 +131,8 @@ def _spans(finished: Sequence[m.FinishedSlot], num_rows: int) -> Iterator[Span]:
 def _check(pool: PoolCore, one: m.FinishedSlot, rows: Slots | None) -> bool:
     """Whether a result is news. Raises what is wrong with it."""
     if rows is not None and len(rows) and int(rows.min()) < 0:
+        if one.group in pool.groups:
+            pool.groups[one.group].slot(one.slot)  # which a group of an earlier pool may have had, and this one has not
         raise RowCleared(f"rows of slot {one.slot} of group {one.group!r} are not in the partition")
     versions_of(one, pool.group(one.group))
     return pool.check(one.group, one.slot, one.attempt, None if rows is None else _result(pool, one, rows))

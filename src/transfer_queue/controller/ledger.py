@@ -139,5 +139,5 @@ def _taken(table: Consumed, name: str, slots: Slots) -> f.RowsTaken:
         table.name, name, table.index[slots].tobytes(), used.astype(np.uint8).tobytes(), returned,
         fates.tobytes() if fates.any() else b"",
         [(place, delay_s) for place, *_ in returned if (delay_s := task.delay_of(int(slots[place])))],
-        task.max_deliver or 0,
+        task.max_deliver or 0, task.num_stale,
     )  # fmt: skip

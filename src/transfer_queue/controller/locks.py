@@ -3,7 +3,8 @@
 A lock is on several keys of a partition, which need not exist. Who asks gets all of them together, in order of arrival
 (`claims`). It belongs to a session and ends with it, by `Unlock`, or when it was not renewed for as long as its lease
 says. Its number grows with every lock that is granted, also over lives of the service: a holder whose lock ended can be
-told from the next one by it.
+told from the next one by it. A service begins with the clock's microseconds, and with a journal above what earlier ones
+have written down: the clock may have been put back.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from transfer_queue.claims import Claims
+from transfer_queue.controller import facts as f
 from transfer_queue.controller.deadlines import Deadlines, earliest
 from transfer_queue.controller.leases import MAX_LEASE_S
+from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.unreceived import LockGrant, Unreceived
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LockLostError
 from transfer_queue.wait_queue import Waiter, WaitQueue
@@ -23,6 +26,29 @@ from transfer_queue.wire import messages as m
 Name: TypeAlias = tuple[str, str]  # partition, key
 REQUESTS = (m.Lock, m.KeepLock, m.Unlock, m.ListLocks)
 LISTED = 8
+AHEAD = 1 << 20  # as many numbers are written down at a time
+
+
+class LockNumbers:
+    """Each is above all before. Those up to `used` may have been given out, also in earlier lives."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self.last = self.used = 0
+        self._ledger = ledger
+
+    def next(self) -> int:
+        """A number, which nobody is told before it is written down as one that may have been given out."""
+        self.last += 1
+        if self.last > self.used:
+            self.used = self.last + AHEAD
+            if self._ledger is not None:
+                self._ledger.note(f.LocksNumbered(self.used))
+        return self.last
+
+    def go_on_above(self, used: int) -> None:
+        """An earlier life, or the one of a saved state, may have given out those up to `used`."""
+        self.used = max(self.used, used)
+        self.last = max(self.last, used)
 
 
 class Claim:
@@ -40,11 +66,11 @@ class Claim:
 class Locks:
     """All locks of a service. Answers to parked requests go to `outbox`."""
 
-    def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived, number: int) -> None:
+    def __init__(self, outbox: list[tuple[Hashable, m.Reply]], unreceived: Unreceived, numbers: LockNumbers) -> None:
         self.parked: WaitQueue[m.Lock] = WaitQueue()
         self._outbox = outbox
         self._unreceived = unreceived
-        self._number = number
+        self._numbers = numbers
         self._claims: Claims[Name, Claim] = Claims()
         self._held: dict[int, Claim] = {}
         self._waiting: dict[Hashable, Claim] = {}  # by ticket
@@ -92,8 +118,7 @@ class Locks:
 
     def _grant(self, claim: Claim, now: float) -> m.Reply:
         message, session = claim.parked.message, claim.parked.session
-        self._number += 1
-        claim.number, claim.since, claim.deadline = self._number, now, now + message.lease_s
+        claim.number, claim.since, claim.deadline = self._numbers.next(), now, now + message.lease_s
         self._held[claim.number] = claim
         self._of_session.setdefault(session, {})[claim.number] = None
         self.deadlines.add(claim.number)
@@ -207,7 +232,7 @@ class Locks:
         assert len(self._claims) == len(self._held) + len(self._waiting)
         assert len(self.parked) == len(self._waiting)
         for number, claim in self._held.items():
-            assert number == claim.number <= self._number
+            assert number == claim.number <= self._numbers.last <= self._numbers.used
             assert self._claims.has(claim)
             assert number in self._of_session[claim.parked.session]
         assert sum(map(len, self._of_session.values())) == len(self._held)

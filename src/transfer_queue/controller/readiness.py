@@ -228,8 +228,10 @@ class Task:
         """This became of these rows, for good."""
         new = slots[self.fates[slots] & what != what]
         self.touch(new)
-        if what & TOO_OLD:
-            self.num_stale += int(np.count_nonzero(self.fates[new] & TOO_OLD == 0))
+        if what & TOO_OLD and (count := int(np.count_nonzero(self.fates[new] & TOO_OLD == 0))):
+            self.num_stale += count
+            if self.watch is not None:
+                self.watch.note_terms()  # the rows may be gone when the event is over; they count
         self.fates[new] |= what
 
     def give_back(self, slots: Slots) -> Slots:

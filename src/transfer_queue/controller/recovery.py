@@ -47,6 +47,7 @@ class Recovery:
             f.HeldAgain: self._held_again, f.CellsMoved: self._moved, f.CellsGathered: self._gathered,
             f.SamplerIs: self._sampler_is, f.UnitGivenUp: self._unit_lost,
             f.BlocksGivenUp: self._blocks_lost,
+            f.LocksNumbered: lambda fact: controller.state.lock_numbers.go_on_above(fact.last),
         }  # fmt: skip
 
     def apply(self, fact: f.ControllerFact) -> None:
@@ -65,6 +66,7 @@ class Recovery:
         state.fetching.leases.number_above(state.fetching.steps.last_lease)
         state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
+        state.groups.number_leases(state.lock_numbers.last)
         lives = list(state.lineage.ends)
         if lives:
             state.lineage.ends[lives[-1]] = state.next_index
@@ -99,6 +101,8 @@ class Recovery:
             fates = np.frombuffer(fact.fates, np.uint8)
             for what in (TOO_OLD, SPENT):
                 task.note_fate(slots[fates & what != 0], what)
+        if fact.stale >= 0:
+            task.num_stale = fact.stale
         for place, attempts, reason, dead in fact.returned:
             task.returned[int(slots[place])] = Returned(attempts, reason, NO_TIME, dead)
         task.hold_back(slots[[place for place, _ in fact.delays]], [delay_s for _, delay_s in fact.delays])

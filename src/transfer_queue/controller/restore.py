@@ -185,8 +185,8 @@ def _build(draft: NewState, data: bytes | memoryview, refilled: list[m.Refilled]
             refuse("partitions repeat")
         table = draft.tables[one.name] = Table(one.name, state.lineage.loads + 1, state.ledger)
         yield from _fill(draft, table, one, versions)
-    numbers_fit = 0 <= saved.next_index < 1 << 62 and 0 <= saved.next_batch < 1 << 62
-    if len(draft.entries) != len(draft.blocks) or not numbers_fit:
+    last_numbers = (saved.next_index, saved.next_batch, saved.lock_numbers)
+    if len(draft.entries) != len(draft.blocks) or not all(0 <= one < 1 << 62 for one in last_numbers):
         refuse("blocks or indexes do not add up")
     rows = sum(table.num_rows for table in draft.tables.values())
     if state.max_rows is not None and rows > state.max_rows:
@@ -243,6 +243,7 @@ def _switch(draft: NewState, saved: SavedController, versions: WeightVersions, s
     last = max((int(table.index[table.size - 1]) for table in tables.values() if table.size), default=-1)
     state.next_index = max(state.next_index, saved.next_index, last + 1)
     state.lineage.restored(saved.lineage)
+    state.lock_numbers.go_on_above(saved.lock_numbers)
 
 
 def _fill(draft: NewState, table: Table, saved: SavedTable, versions: WeightVersions) -> Steps[None]:

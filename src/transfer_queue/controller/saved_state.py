@@ -106,6 +106,7 @@ class SavedController(msgspec.Struct):
     series: dict[str, SeriesMember] = {}
     used_numbers: UsedNumbers = msgspec.field(default_factory=UsedNumbers)
     next_batch: int = 0
+    lock_numbers: int = 0  # of these, and those below, any may have been given out
 
 
 class TableOf1(SavedTable):

@@ -64,6 +64,7 @@ def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[i
         state.series.members,
         state.groups.used,
         state.fetching.steps.next_number,
+        state.lock_numbers.used,
     )
     return encode(saved), sorted(block for table in state.tables.values() for block in table.blocks)
 

@@ -11,6 +11,7 @@ from transfer_queue.controller.fetch import Fetching
 from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.lineage import Lineage
+from transfer_queue.controller.locks import LockNumbers
 from transfer_queue.controller.lone_blocks import LoneBlocks
 from transfer_queue.controller.recent import RecentEvents
 from transfer_queue.controller.series import SeriesBook
@@ -50,6 +51,7 @@ class ControllerState:
             self.tables, self.outbox, self.fetching.unreceived, lambda: self.staleness.admissions.versions,
             lambda: self.fetching.leases.now, self.recent,
         )  # fmt: skip
+        self.lock_numbers = LockNumbers(ledger)
         self.asked_at = 0.0
         self.series = SeriesBook(self.outbox, self.tables)
         self.max_rows = max_rows

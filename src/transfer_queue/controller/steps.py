@@ -351,16 +351,14 @@ class Steps:
         deals = [deal for segment in (*segments, known.open) for deal in segment.deals] + known.deals
         known.done = {number: segment for number, segment in known.done.items() if number <= step}
         known.open, known.again, known.served, known.deals = Segment(), [], [], []
-        for table in list(self._tables.values()):
-            if name in table.tasks:
-                mine = [batch for batch in batches if batch.partition == table.name]
-                ours = [deal for deal in deals if deal.partition == table.name]
-                self._keep(table, name, mine, ours, resumed)
-        there = self._tables.keys()
-        resumed.lost += sum(one.partition not in there for one in batches)
-        for table in list(self._tables.values()):
-            if name in table.tasks:
-                self._served(table, name)
+        there = {table.name: table for table in self._tables.values() if name in table.tasks}
+        for table in there.values():
+            mine = [batch for batch in batches if batch.partition == table.name]
+            ours = [deal for deal in deals if deal.partition == table.name]
+            self._keep(table, name, mine, ours, resumed)
+        resumed.lost += sum(one.partition not in there for one in batches)  # another may have the name by now
+        for table in there.values():
+            self._served(table, name)
 
     def _keep(
         self, table: Table, name: str, batches: list[TakenRows], deals: list[TakenDeal], resumed: m.StepResumed

@@ -72,10 +72,12 @@ class StandbyKeeper:
     def _replace(self) -> None:
         """The journal has grown long, or is of no use any more: a new standby begins a new one."""
         journal = self._recorder.journal
+        if journal is not None and journal.is_useless:
+            self._service.standby_pid = 0  # until there is another one nobody takes over
         if journal is None or self._fails:
             return
         if journal.is_useless:
-            self._schedule(0.0)  # until then nobody takes over
+            self._schedule(0.0)
         elif self._scheduled is None:
             self._schedule(max(0.0, self._next_s - time.monotonic()))
 
