@@ -75,8 +75,7 @@ class Controller:
         self.restoring = StateLoader(state, self.retry_quota_waiters)
         self.max_rows, self.reserved_rows = max_rows, reserved_rows
         self._fetching = state.fetching
-        self._leases = self._fetching.leases
-        self._unreceived = self._fetching.unreceived
+        self._leases, self._unreceived = self._fetching.leases, self._fetching.unreceived
         self._redelivery = self._fetching.redelivery
         self._redelivery.max_deliver = max_deliver
         self.staleness = state.staleness
@@ -95,13 +94,8 @@ class Controller:
         self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
         others = (self.staleness.admissions.parked, self.groups.parked, self.series.parked, self.watching.parked)
         lots: tuple[WaitQueue[Any], ...] = (self._fetching.parked, self._quota_waiters, *others)
-        self._lots = (self.locks.parked, *lots)  # requests that wait, but for loads
-        self._timed: tuple[Timed, ...] = (
-            *self._terms[:-1],
-            self._redelivery,
-            self.locks,
-            *lots,
-        )  # locks look at theirs
+        self._lots = (*lots, self.locks.parked)  # requests that wait, but for loads; locks look at theirs themselves
+        self._timed: tuple[Timed, ...] = (*self._terms[:-1], self._redelivery, self.locks, *lots)
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)
