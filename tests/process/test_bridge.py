@@ -461,13 +461,22 @@ def test_a_writer_that_is_killed_leaves_nothing_to_any_rank_and_the_step_is_put_
     assert [len(bridge.fetch(step, "actor", rank, 2, timeout_s=5)) for rank in range(2)] == [4, 4]
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 4), (2, 2), (-1, 2)])
-def test_ranks_that_the_step_was_not_dealt_to_are_told_and_take_nothing(
-    bridge: RolloutBridge, step: str, rank: int, ranks: int
-) -> None:
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0.0, 2), ("1", 2)])
+def test_a_rank_that_nobody_can_be_is_refused_at_once(bridge: RolloutBridge, step: str, rank: Any, ranks: int) -> None:
+    with pytest.raises(InvalidInput, match="dp_rank"):
+        bridge.fetch(step, "actor", rank, ranks, timeout_s=60)
+
+
+@pytest.mark.parametrize("fetched", [None, 5])
+def test_what_was_not_fetched_gets_nothing_written_back(bridge: RolloutBridge, fetched: Any) -> None:
+    with pytest.raises(InvalidInput, match="fetched is a BatchMeta"):
+        bridge.write_back(fetched, {})
+
+
+def test_ranks_that_the_step_was_not_dealt_to_are_told_and_take_nothing(bridge: RolloutBridge, step: str) -> None:
     bridge.put(step, rollout(), dp_size=2)
-    with pytest.raises(InvalidInput, match=f"dealt to 2 ranks: there is no {rank} of {ranks}"):
-        bridge.fetch(step, "actor", rank, ranks, timeout_s=0.05)
+    with pytest.raises(InvalidInput, match="dealt to 2 ranks: there is no 0 of 4"):
+        bridge.fetch(step, "actor", 0, 4, timeout_s=0.05)
     assert [len(bridge.fetch(step, "actor", one, 2, timeout_s=5)) for one in range(2)] == [5, 5]
 
 

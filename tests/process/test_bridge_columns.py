@@ -268,7 +268,7 @@ def test_a_schedule_of_numpy_and_torch_reaches_ranks_as_plain_numbers(
     {"partitions": [iter([0, 1])]}, {"partitions": [[0, 1]], "num_microbatches": 1}, {"partitions": ["01"]},
     {"partitions": [[0, 1]], "micro_batch_indices": [[0, 1]]}, {"partitions": [[0, 1]], "extra": 5},
     {"partitions": [[0, 1]], "global_batch_sizes": torch.tensor(2)},
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_what_is_no_schedule_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=list(settings)[-1]):
         Schedule(**settings)

@@ -217,6 +217,12 @@ def test_a_row_that_kills_its_consumers_ends_as_a_dead_letter(client: tq.Transfe
     assert [tuple(one) for one in dead.redelivered.values()] == [(2, "the holder's session ended")]
 
 
+def test_a_lease_is_not_shorter_than_nothing(client: tq.TransferQueueClient) -> None:
+    for ask in (client.get_meta, client.take):
+        with pytest.raises(InvalidInput, match="lease_s"):
+            ask(data_fields=["x"], batch_size=1, partition_id="p", task_name="t", lease_s=-1.0)
+
+
 def test_metadata_without_a_lease_has_nothing_to_acknowledge(client: tq.TransferQueueClient) -> None:
     put(client, 1)
     meta = client.get_meta(["x"], 1, "p", task_name="t")

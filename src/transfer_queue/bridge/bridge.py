@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from transfer_queue.arguments import instance, items, mapping
 from transfer_queue.bridge.conversion import FORMS, Form, checked_batch, read_columns, stored_columns, taken_columns
 from transfer_queue.bridge.schedule import COLUMNS, Schedule
 from transfer_queue.bridge.schema import MARKER, RolloutSchema
@@ -26,6 +27,7 @@ from transfer_queue.codec.plan import plan_objects
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, SchemaViolation
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
 
 DP_SIZE = "dp_size"  # in the metadata of a step
@@ -181,8 +183,11 @@ class RolloutBridge:
         timeout_s: float | None = None,
     ) -> Fetched:
         """As `fetch`. `convert` gets the columns as they are stored; where it raises, nothing was taken."""
-        names = self.schema.required() if columns is None else list(self.schema.part(columns))
+        names = self.schema.required() if columns is None else list(self.schema.part(items(columns, "columns")))
         ops.check_slices(slices, list(slices or ()))
+        dp_rank, dp_size = whole_number(dp_rank, "dp_rank"), whole_number(dp_size, "dp_size")
+        if not 0 <= dp_rank < dp_size:
+            raise InvalidInput(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks are numbered from 0")
         session, marker = self.client.session, MARKER.format(dp_rank, dp_size)
 
         def fetching() -> Operation[Fetched]:
@@ -210,7 +215,7 @@ class RolloutBridge:
         told = dp_size
         if there is not None and there["rows"]:  # a put that found no room leaves what it had told, and no rows
             told = there["metadata"].get(DP_SIZE, dp_size)
-        if told != dp_size or not 0 <= dp_rank < dp_size:
+        if told != dp_size:
             raise InvalidInput(
                 f"partition {partition_id!r} was dealt to {told} ranks: there is no {dp_rank} of {dp_size}"
             )
@@ -225,8 +230,8 @@ class RolloutBridge:
 
         Atomic. Raises `SchemaViolation`, `StorageKeyNotFoundError` where the step was cleared, `StoreFull`.
         """
-        meta = fetched.meta if isinstance(fetched, Fetched) else fetched
-        schema = self.schema.part(columns)
+        meta = instance(fetched.meta if isinstance(fetched, Fetched) else fetched, BatchMeta, "fetched")
+        schema = self.schema.part(mapping(columns, "columns"))
         columns = taken_columns(columns)
         if checked_batch(columns, schema) != len(meta):
             raise SchemaViolation(f"columns {list(columns)} have not the {len(meta)} rows that were fetched")

@@ -87,7 +87,13 @@ def is_given(name: Any, what: str) -> TypeGuard[str]:
 
 
 def lease_length(lease_s: Any) -> float | None:
-    return None if lease_s is None else seconds(lease_s, "lease_s")
+    """`InvalidInput` for less than 0: rows would be taken for good."""
+    if lease_s is None:
+        return None
+    length = seconds(lease_s, "lease_s")
+    if lease_s < 0:
+        raise InvalidInput(f"lease_s is a number of seconds, 0 or more, got {lease_s}")
+    return length
 
 
 def field_list(names: Iterable[str]) -> list[str]:
