@@ -214,3 +214,8 @@ def test_a_prompt_or_info_that_cannot_be_kept_is_refused_by_name(
         pool.finish(attempt, {"x": torch.ones(1)}, info={"image": np.ones(2)})
     assert shared.get_partition(pool.partition_id) is None
     assert pool.status()["running"] == 1
+
+
+def test_a_pool_of_groups_has_a_name(shared: tq.TransferQueueClient) -> None:
+    with pytest.raises(InvalidInput, match="partition_id is a string, got 5"):
+        tq.group_pool(5)  # type: ignore[arg-type]

@@ -534,7 +534,7 @@ class GroupPool:
     """
 
     def __init__(self, client: TransferQueueClient, partition_id: str) -> None:
-        self.partition_id = partition_id
+        self.partition_id = text(partition_id, "partition_id")
         self._client = client
 
     @property
