@@ -8,9 +8,21 @@ import torch
 from tensordict import TensorDict
 
 from transfer_queue.codec.nested import Offsets, jagged
+from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.copy import Mover
+from transfer_queue.memory.handles import device_called
 from transfer_queue.memory.tensors import is_plain
 from transfer_queue.memory.uploads import Upload, upload
+
+
+def device_here(name: torch.device | str) -> torch.device:
+    """As `device_called`. `InvalidInput` also for a device that this process does not have."""
+    device = device_called(name)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without such devices
+        raise InvalidInput(f"device {name!r}: {error}") from None
+    return device
 
 
 def on_device(found: TensorDict, device: torch.device, mover: Mover) -> TensorDict:

@@ -17,7 +17,7 @@ from transfer_queue.client.effects import Call, Notify, Offload, Operation, Tryi
 from transfer_queue.client.remarks import warn_once
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.located import LocatedBlock, LocatedRows
-from transfer_queue.client.transfer.on_device import on_device
+from transfer_queue.client.transfer.on_device import device_here, on_device
 from transfer_queue.client.transfer.parts import sliced_fields
 from transfer_queue.client.transfer.remote import lies_elsewhere, received
 from transfer_queue.codec.assemble import VALUES, Assembler, Decoding
@@ -28,7 +28,6 @@ from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
 from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
-from transfer_queue.memory.handles import device_called
 from transfer_queue.schema import NESTED, OBJECTS, FieldSchema
 from transfer_queue.storage.transports import NotReached
 from transfer_queue.wire import messages as m
@@ -65,7 +64,7 @@ def read(
     """
     check_pad(pad)
     copy, dense, out = flag(copy, "copy"), flag(dense, "dense"), _targets(out)
-    where = None if device is None else device_called(device)
+    where = None if device is None else device_here(device)
     if slices and out and not slices.keys().isdisjoint(out):
         raise InvalidInput(f"out takes whole rows, and parts of rows of {sorted(slices.keys() & out)} are asked for")
     replies = list(found_rows)
