@@ -90,7 +90,7 @@ ARRAY = np.array([1, 0])
         ("priorities is a dict", lambda _: tq.group_pool("odd").set_priorities([1])),  # type: ignore[arg-type]
         ("consumers is a list, not one str", lambda _: tq.open_partition("p_0", "p", 1, "actor")),
         ("what is a string", lambda _: tq.overview_table([])),  # type: ignore[arg-type]
-        ("columns is a list of strings", lambda _: tq.table("odd").select([1])),
+        ("columns is a list of strings", lambda c: [tq.kv_put("k", "odd", {"x": 1}), tq.table("odd").select([1])]),
     ],
 )
 def test_what_has_no_truth_or_no_length_is_named(shared: tq.TransferQueueClient, told: str, call: Any) -> None:
