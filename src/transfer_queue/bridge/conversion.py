@@ -56,8 +56,8 @@ def taken_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def _taken_column(name: str, column: Any) -> Any:
     if isinstance(column, (NonTensorStack, NonTensorData)):
-        items = items_in(column) if unsized(column) else None
-        return column if unsized(column) and items is None else rows_of(column, items)
+        items = items_in(column) if unsized(column) else len(column)
+        return column if items is None else rows_of(column, items)
     if isinstance(column, np.ma.MaskedArray):
         raise SchemaViolation(f"field {name!r}: a masked array: fill it first", None, name)
     if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
@@ -73,8 +73,7 @@ def _exchanged(name: str, value: Any, row: int | None) -> Any:
     try:
         return exchanged(value)
     except UnsupportedValue as error:
-        where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
-        raise SchemaViolation(f"{where}: {error}", row, name) from None
+        raise SchemaViolation(f"{_where(name, row)}: {error}", row, name) from None
 
 
 def checked_batch(batch: Mapping[str, Any], schema: RolloutSchema) -> int:
@@ -348,18 +347,22 @@ def _array(name: str, value: Any, row: int, shape: tuple[int, ...], wanted: np.d
     return np.ascontiguousarray(_narrowed(name, array, wanted, row))
 
 
+def _where(name: str, row: int | None) -> str:
+    return f"field {name!r}" if row is None else f"row {row}, field {name!r}"
+
+
 def _as_array(name: str, value: Any, row: int | None) -> NDArray[Any]:
     if isinstance(value, torch.Tensor):
         try:
             plain = value.detach().cpu()
             found: NDArray[Any] = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
         except (RuntimeError, TypeError) as error:  # of the device meta, sparse, of a dtype that NumPy has not
-            where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
-            raise SchemaViolation(f"{where}: a tensor of {value.dtype} that is no array: {error}", row, name) from None
+            raise SchemaViolation(
+                f"{_where(name, row)}: a tensor of {value.dtype} that is no array: {error}", row, name
+            ) from None
         return found
     if isinstance(value, np.ma.MaskedArray):
-        where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
-        raise SchemaViolation(f"{where}: a masked array: fill it first", row, name)
+        raise SchemaViolation(f"{_where(name, row)}: a masked array: fill it first", row, name)
     return value if value.flags.writeable else value.copy()
 
 
@@ -368,18 +371,17 @@ def _narrowed(name: str, array: NDArray[Any], wanted: np.dtype[Any], row: int | 
     as they were, and floats are rounded to what floats are stored as."""
     if has_all_of(wanted, array.dtype) or (not array.size and array.dtype.kind in "biuf"):
         return array.astype(wanted, copy=False).view(wanted)  # torch knows one of NumPy's two names for 64 bits
-    where = f"field {name!r}" if row is None else f"row {row}, field {name!r}"
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind != "f"):
-        raise SchemaViolation(f"{where}: {array.dtype} where {wanted} is stored", row, name)
+        raise SchemaViolation(f"{_where(name, row)}: {array.dtype} where {wanted} is stored", row, name)
     if wanted.kind != "f" and array.size:
         least, most = (0, 1) if wanted.kind == "b" else (np.iinfo(wanted).min, np.iinfo(wanted).max)
         low, high = int(array.min()), int(array.max())
         if low < least or high > most:
-            raise SchemaViolation(f"{where}: numbers from {low} to {high}, {wanted} is stored", row, name)
+            raise SchemaViolation(f"{_where(name, row)}: numbers from {low} to {high}, {wanted} is stored", row, name)
     with np.errstate(over="ignore"):
         found = array.astype(wanted)
     if wanted.kind == "f" and not _came_over(array, found):
-        raise SchemaViolation(f"{where}: numbers beyond {wanted}, or whole ones that it rounds", row, name)
+        raise SchemaViolation(f"{_where(name, row)}: numbers beyond {wanted}, or whole ones that it rounds", row, name)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transfer_queue.controller import hints
-from transfer_queue.controller.deadlines import Timed, earliest
+from transfer_queue.controller.deadlines import earliest
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.expected_cells import check_expected
 from transfer_queue.controller.facts import BlocksGivenUp, UnitGivenUp
@@ -84,7 +84,7 @@ class Controller:
         self.locks = Locks(self.outbox, self._unreceived, state.lock_numbers)
         self._fleets = ReportedFleets()
         self._departures = Departures()
-        self._terms = (self._leases.deadlines, *state.groups.deadlines, self.locks.deadlines)  # of all that is lent
+        self._terms = (self._leases.deadlines, self.locks.deadlines, *state.groups.deadlines)  # of all that is lent
         self._quota_waiters: WaitQueue[Any] = WaitQueue()  # requests for new rows that wait for room
         self._rules: dict[type, Callable[[Any], m.Reply]] = {
             m.Commit: self._commit, m.Insert: self._insert, m.Find: self._find, m.Clear: self._clear,
@@ -92,10 +92,10 @@ class Controller:
             m.Announce: self._announce, m.ResumeStep: lambda message: resume(message, state.fetching, state.groups),
         }  # fmt: skip
         self.groups, self.series, self.watching = state.groups, state.series, Watching(self.outbox, self.tables)
-        others = (self.staleness.admissions.parked, self.groups.parked, self.series.parked, self.watching.parked)
-        lots: tuple[WaitQueue[Any], ...] = (self._fetching.parked, self._quota_waiters, *others)
-        self._lots = (*lots, self.locks.parked)  # requests that wait, but for loads; locks look at theirs themselves
-        self._timed: tuple[Timed, ...] = (*self._terms[:-1], self._redelivery, self.locks, *lots)
+        admits = self.staleness.admissions.parked
+        others = (self.locks.parked, self.groups.parked, self.series.parked, self.watching.parked)
+        self._lots = (self._fetching.parked, self._quota_waiters, admits, *others)  # requests that wait, but for loads
+        self._timed = (*self._terms, self._redelivery, self.locks, *self._lots)
         self.groups.clear = self.series.clear = self._clear
         self.groups.number_leases(lock_number)
         self.series.open = lambda name: self._open(name, 0)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from transfer_queue.claims import Claims
 from transfer_queue.controller import facts as f
-from transfer_queue.controller.deadlines import Deadlines, earliest
+from transfer_queue.controller.deadlines import Deadlines
 from transfer_queue.controller.leases import MAX_LEASE_S
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.unreceived import LockGrant, Unreceived
@@ -157,10 +157,8 @@ class Locks:
     # time and trouble
 
     def next_deadline(self) -> float | None:
-        """When a lease ends or somebody who waits has to be answered or told something."""
-        if self._turn:
-            return 0.0
-        return earliest((self.deadlines, self.parked))
+        """In the past where it is somebody's turn; `deadlines` and `parked` have their own."""
+        return 0.0 if self._turn else None
 
     def expire(self, now: float) -> None:
         """End the locks whose lease is over, answer those who waited long enough, tell others what they wait for."""

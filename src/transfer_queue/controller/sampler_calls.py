@@ -97,25 +97,22 @@ class SamplerCalls:
         return self.understood(self.ask(self.sampler.deal, *args, **config), _as_dealt)
 
     def _logged(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """What it returns. Anybody's exceptions become `SamplerFailed`."""
         self.num_calls += 1
         try:
-            return question(*args, **kwargs)
-        except InvalidInput:
+            return self._call(question, *args, **kwargs)
+        except TransferQueueError as error:
+            if not isinstance(error, InvalidInput):
+                log.exception("%s failed", type(self.sampler).__name__)
             raise
-        except Exception as error:
-            name = type(self.sampler).__name__
-            log.exception("%s failed", name)
-            if isinstance(error, TransferQueueError):
-                raise
-            raise SamplerFailed(f"{name} failed: {type(error).__name__}: {error}") from error
 
     def _call(self, question: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """`_logged` of what nobody asked for: no log says that it failed, and it does not count."""
+        """What it returns. Anybody's exceptions become `SamplerFailed`."""
         try:
             return question(*args, **kwargs)
+        except TransferQueueError:
+            raise
         except Exception as error:
-            raise SamplerFailed(str(error)) from error
+            raise SamplerFailed(f"{type(self.sampler).__name__} failed: {type(error).__name__}: {error}") from error
 
     # what is kept for a standby
 
@@ -137,7 +134,7 @@ class SamplerCalls:
         if self._num_unsaved:
             self._num_unsaved -= 1
             return None
-        with contextlib.suppress(SamplerFailed):
+        with contextlib.suppress(TransferQueueError):
             state = self._call(lambda: _encode(self.sampler.save_checkpoint()))
             if len(state) <= MAX_STATE_NBYTES:
                 return state
@@ -162,7 +159,7 @@ class SamplerCalls:
         answer = _decode(self._repeated.popleft())
         if answer.method != _name(question):
             raise KeyError(f"{type(self.sampler).__name__}.{_name(question)}: {answer.method} was asked before")
-        with contextlib.suppress(SamplerFailed):
+        with contextlib.suppress(TransferQueueError):
             self._call(question, *args, **kwargs)
         if answer.error is not None:
             raise error_from_code(answer.error.code, answer.error.text)

@@ -42,9 +42,7 @@ class Succession:
 
 
 class Journal:
-    """An event counts from the store of one machine word on: who is killed while it is written leaves none of it.
-
-    `is_long`: a new standby should begin a new one, at the next occasion."""
+    """An event counts from the store of one machine word on: who is killed while it is written leaves none of it."""
 
     def __init__(self, number: int = 1, size: int = SIZE) -> None:
         self.number = number
@@ -53,7 +51,6 @@ class Journal:
         self._words = self._memory[:HEAD_NBYTES].cast("Q")  # an item is stored whole: who is killed leaves no half
         self._at = self._words[END] = HEAD_NBYTES
         self.num_records = 0
-        self.is_long = False
 
     def write(self, event: list[Record]) -> None:
         """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
@@ -72,13 +69,15 @@ class Journal:
         self.num_records += len(event)
         self._memory[self._at : end] = len(data).to_bytes(LENGTH_NBYTES, "little") + data
         self._words[END] = self._at = end
-        if self.num_records > MAX_RECORDS or end > MAX_NBYTES:
-            self.is_long = True
 
     def leave(self) -> None:
         """Something happened that is not in it: nobody may act on it any more."""
         self._words[USELESS] = 1
-        self.is_long = True
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a new standby should begin a new one, at the next occasion."""
+        return self.num_records > MAX_RECORDS or self._at > MAX_NBYTES or self.is_useless
 
     @property
     def is_useless(self) -> bool:

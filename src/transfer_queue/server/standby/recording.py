@@ -38,20 +38,19 @@ class Recorder:
         self.send: Callable[[Arena], None] = lambda arena: None  # to the standby
         self.replace: Callable[[], None] = lambda: None  # the journal, once no event is going on
         self.settled: Callable[[], None] = lambda: None  # for whoever else writes down what happened
-        self.heard: Callable[[], Heard | None] | None = None  # of a sampler of others, which answered in this event
+        self.heard: Callable[[], Heard | None] = lambda: None  # of a sampler, which answered in this event
 
     def settle(self) -> None:
         """The event is over: its answer may leave."""
-        event, journal = self._event, self.journal
-        if event:
-            heard = self.heard() if self.heard is not None else None
+        if self._event:
+            heard, journal = self.heard(), self.journal
             if heard is not None:
-                event.insert(0, r.SamplerHeard(*heard))  # it answers before it is asked
+                self._event.insert(0, r.SamplerHeard(*heard))  # it answers before it is asked
             if journal is not None:
-                journal.write(event)
+                journal.write(self._event)
                 if journal.is_long:
                     self.replace()
-            event.clear()
+            self._event.clear()
         self.settled()
 
     def begin(self, journal: Journal | None) -> None:
@@ -60,8 +59,7 @@ class Recorder:
             self.journal.close()
         self.journal = journal
         self._event.clear()
-        if self.heard is not None:
-            self.heard()
+        self.heard()
 
     def leave_out(self) -> None:
         """Something happens that no record says: the standby must not take over any more."""
