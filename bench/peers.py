@@ -25,6 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from bench.fresh_memory import touch_memory
 from tools.netns import Switch, allowed
 
 WAYS = ("one", "plain", "peers", "gloo", "one-delta", "delta")
@@ -279,6 +280,7 @@ def main() -> None:
         return
     if not allowed():
         sys.exit("only root may make network namespaces")
+    touch_memory()
     bench = Bench(asked.replicas, asked.mbits, asked.mbytes)
     found: dict[str, list[dict[str, float]]] = {way: [] for way in asked.ways.split(",")}
     try:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from bench.fresh_memory import touch_memory
 from transfer_queue.weights.version.boxes import Box
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.pieces import wanted_buckets
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
+    touch_memory()
     for num in (asked.tensors // 2, asked.tensors):
         rounds = [measure(num, asked.ranks) for _ in range(asked.rounds)]
         middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}

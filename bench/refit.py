@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.fresh_memory import touch_memory
 from transfer_queue.integrations.refit import TIMEOUT_S, RefitReport, Sender, Taker
 
 NUM_WORKERS = 2
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=320)
     parser.add_argument("--rounds", type=int, default=7)
     asked = parser.parse_args()
+    touch_memory()
     with tempfile.TemporaryDirectory(prefix="tq-") as folder:
         mp.spawn(run, (f"{folder}/store", asked.mb * 1_000_000, asked.rounds), NUM_WORKERS + 1)
 

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from bench.fresh_memory import touch_memory
+
 SWAPPED = (300, 5_000, 40_000)
 PACKED = (1_000, 10_000, 138_000)
 PER_BUCKET = 50
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("swap", "pack"))
     options = parser.parse_args()
+    touch_memory()
     trees = {"here": ROOT, **({"beside": options.beside.resolve()} if options.beside else {})}
     cases = [("swap", num) for num in SWAPPED] + [("pack", num) for num in PACKED]
     cases = [case for case in cases if options.only in (None, case[0])]
