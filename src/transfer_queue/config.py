@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast, get_args
 
@@ -126,6 +128,11 @@ def merged(conf: Any) -> Any:
 
 
 def _default() -> Any:
+    return copy.deepcopy(_read_default())
+
+
+@cache  # reading it takes three times as long as a copy
+def _read_default() -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.load(Path(__file__).with_name("config.yaml"))

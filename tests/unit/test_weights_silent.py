@@ -361,3 +361,26 @@ def test_a_trainer_meets_servers_that_have_different_versions(site: Site, monkey
     site.trainer = new
     site.send(3.0)
     assert site.server.bias == 3.0
+
+def test_a_call_of_a_version_before_that_comes_late_is_no_answer_to_the_meeting(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that no update is open for it, while the trainer waits for what the workers say of the next one."""
+    real_update, real_meet, late = site.server.update_weights, site.server.init_weight_transfer_engine, []
+
+    def swallowed(info: Any) -> None:
+        monkeypatch.setattr(site.server, "update_weights", real_update)
+        late.append(info)
+
+    def meet(info: Any) -> None:
+        real_meet(info)
+        while late:
+            site.server.weight_transfer_engine.update_weights(late.pop())
+
+    monkeypatch.setattr(site.server, "update_weights", swallowed)
+    with pytest.raises(DeadlineExceeded):
+        site.send(3.0, deadline_s=0.5)
+    monkeypatch.setattr(site.server, "init_weight_transfer_engine", meet)
+    site.send(4.0)
+    assert not late
+    assert site.server.bias == 4.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal, TypeAlias, get_type_hints
+from functools import cache
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 import msgspec
 
@@ -202,9 +203,14 @@ def _span(steps: object) -> int:
     return found
 
 
+@cache  # made anew, they would be most of what a policy costs
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(GroupPolicy)
+
+
 def _check(policy: GroupPolicy) -> None:
     """`InvalidInput` unless every setting has a value of its kind."""
-    for name, kind in get_type_hints(GroupPolicy).items():
+    for name, kind in _kinds().items():
         value = getattr(policy, name)
         try:
             msgspec.convert(value, kind)

@@ -127,18 +127,20 @@ class Engine(ABC):
         if self._is_refused(lambda: self.receiver.expect_run(run_of(update_info))):
             return
         with self._busy, self._fault():
-            if self.outcome.code and not update_info.get("abort"):
-                raise error_from_code(self.outcome.code, self.outcome.text)
             info = parse(update_info, self.update_form)
             if info.abort:
                 self._drop("the trainer gave it up")
                 self._is_called_off = True
                 self.outcome = self._blank
                 return
-            session = self.receiver.session
+            before, session = self.outcome, self.receiver.session
+            # What is said from here on is about this version: a late call's is no answer to what the trainer asks now.
+            about_it = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
+            self.outcome = replace(about_it, code=before.code, text=before.text)
+            if before.code:
+                raise error_from_code(before.code, before.text)
             if session is None:
                 raise self._not_open()
-            self.outcome = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
             with session.interrupting(self._interrupt), activity("fetch_weights") as about:
                 self._receive(info, Deadline(info.timeout_s))
                 if session.manifest is not None:
