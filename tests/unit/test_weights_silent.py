@@ -362,6 +362,7 @@ def test_a_trainer_meets_servers_that_have_different_versions(site: Site, monkey
     site.send(3.0)
     assert site.server.bias == 3.0
 
+
 def test_a_call_of_a_version_before_that_comes_late_is_no_answer_to_the_meeting(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
