@@ -377,6 +377,8 @@ def test_a_call_of_a_version_before_that_comes_late_is_no_answer_to_the_meeting(
         real_meet(info)
         while late:
             site.server.weight_transfer_engine.update_weights(late.pop())
+        server: Any = site.trainer.reports._server
+        until(lambda: len(server._outcomes) == 2, "both reports")
 
     monkeypatch.setattr(site.server, "update_weights", swallowed)
     with pytest.raises(DeadlineExceeded):

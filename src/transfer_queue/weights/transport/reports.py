@@ -73,7 +73,7 @@ class Reports:
         while self._server is not None:
             came = [one for one in self._come(replica, wait_s) if one.version in (version, None)]
             came = [one for one in came if one.key in ("", key)]  # others were given up
-            for outcome in came:
+            for outcome in {(one.who, one.rank): one for one in came}.values():  # the last word of each
                 if outcome.code:
                     raise error_from_code(outcome.code, f"rank {outcome.rank}: {outcome.text}")
                 if outcome.silent and (outcome.version, outcome.installed) == (version, installed):

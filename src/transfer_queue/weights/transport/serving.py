@@ -97,13 +97,12 @@ class WeightServer:
         self._visitors = Visitors(listening, self._serve, "tq-weights-serve", max_peers)
 
     def outcomes(self, replicas: Collection[str], timeout_s: float = 0.0) -> list[Outcome]:
-        """The last report of each rank of these that came since this was asked last. Waits for one, at most
-        `timeout_s`."""
+        """The reports of these since this was asked last, oldest first. Waits for one, at most `timeout_s`."""
         with self._noted:
             self._noted.wait_for(lambda: any(one.replica in replicas for one in self._outcomes), timeout_s)
-            found = {(one.who, one.rank): one for one in self._outcomes if one.replica in replicas}
+            found = [one for one in self._outcomes if one.replica in replicas]
             self._outcomes = [one for one in self._outcomes if one.replica not in replicas]
-        return list(found.values())
+        return found
 
     def close(self) -> None:
         """Show everybody out and wait for the threads. Repeatable."""
