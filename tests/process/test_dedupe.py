@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Child, until
+from conftest import Child, freeze, until
 from hosts import Host
 from tensordict import NonTensorData
 
@@ -255,6 +257,27 @@ def test_hosts_share_what_has_the_same_digest(start_host: Callable[..., Host]) -
     for host in (head, other):
         found = host.kv_get(["a", "b", "c", "d"], "p")["image"]
         assert [torch.equal(row["pixel_values"], image(1 + n // 2)) for n, row in enumerate(rows(found))] == [True] * 4
+
+
+@pytest.mark.parametrize("state", ["frozen", "away"])
+def test_a_put_does_not_need_the_host_that_has_the_same(start_host: Callable[..., Host], state: str) -> None:
+    head = start_host()
+    other = start_host(head.tcp)
+    put(other, "a", 1)
+    pid = int(other.client.stats()["pid"])
+    freeze(pid)
+    try:
+        if state == "away":
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: all(unit["away"] for unit in head.client.stats()["units"].values()), "its absence")
+        put(head, "b", 1)
+        put(head, "c", 1)
+        (row,) = rows(head.kv_get(["c"], "p")["image"])
+        assert torch.equal(row["pixel_values"], image(1))
+        assert head.used() < 1.2 * NBYTES  # those two have one image
+    finally:
+        if state == "frozen":
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_reader_on_another_host_receives_each_image_once(start_host: Callable[..., Host]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transfer_queue.client.operations import kv, partitions
 from transfer_queue.client.session import Session
 from transfer_queue.errors import (
     AccessDenied,
+    DeadlineExceeded,
     NotReady,
     StorageKeyNotFoundError,
 )
@@ -215,6 +217,52 @@ def test_readers_elsewhere_find_rows_that_move_while_they_look(cluster: list[Hos
         for _ in range(20):
             assert firsts(cluster[2].kv_get(keys[-2:], "moving")) == [turn, turn]
     cluster[0].client.clear_partition("moving")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["the controller's host", "its own host", "another host"])
+def test_a_row_that_is_written_anew_all_the_time_is_found(cluster: list[Host], place: int) -> None:
+    writer, reader, is_over = cluster[1], cluster[place], threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            writer.kv_put(["a"], "anew", rows(5, 1))
+
+    writer.kv_put(["a"], "anew", rows(5, 1))
+    writers = [threading.Thread(target=write) for _ in range(2)]
+    for one in writers:
+        one.start()
+    try:
+        for _ in range(500):
+            assert firsts(reader.kv_get(["a"], "anew")) == [5]
+    finally:
+        is_over.set()
+        for one in writers:
+            one.join()
+    reader.client.clear_partition("anew")
+
+
+@pytest.mark.parametrize("times", [5, 1_000_000])
+def test_a_read_looks_as_often_as_the_rows_are_written_anew_until_its_deadline(
+    cluster: list[Host], monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    reader, writer, _ = cluster
+    writer.kv_put(["a"], "anew", rows(0, 1))
+    session, left = reader.client.session, iter(range(times))
+    call = session.call
+
+    def write_before(effect: Call) -> Any:
+        if isinstance(effect.request, m.Take) and next(left, None) is not None:
+            writer.kv_put(["a"], "anew", rows(7, 1))
+        return call(effect)
+
+    monkeypatch.setattr(session, "call", write_before)
+    monkeypatch.setitem(session.config, "timeout_s", 1.0)
+    if times == 5:
+        assert firsts(reader.kv_get(["a"], "anew")) == [7]
+    else:
+        with pytest.raises(DeadlineExceeded, match="lay elsewhere each time"):
+            reader.kv_get(["a"], "anew")
+    reader.client.clear_partition("anew")
 
 
 @pytest.mark.parametrize("way", ["kv_get", "async_kv_get"])

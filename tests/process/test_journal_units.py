@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from zygote import CHILDREN
 from transfer_queue import checkpoint
 from transfer_queue.client.drivers import run
 from transfer_queue.client.operations import kv
+from transfer_queue.client.transfer.snapshots import snapshot
 from transfer_queue.errors import (
     DataLost,
     DeadlineExceeded,
@@ -134,6 +137,21 @@ def test_a_unit_that_lost_its_power_comes_back_with_its_rows(machines: Machines,
     assert [firsts(machines.head.client.get_data(meta)) for meta in (second, third)] == [[2, 2], [3, 3]]
     machines.head.client.clear_partition("p")
     until(lambda: unit.used() == 0, "room at the unit")
+
+
+def test_a_save_hears_that_a_unit_lost_its_power_meanwhile_and_the_next_one_works(
+    machines: Machines, tmp_path: Path
+) -> None:
+    put(machines.unit, 1)
+    session = machines.head.client.session
+
+    with snapshot(session) as found:
+        machines.cut(machines.unit)
+        machines.boot_unit(port=int(machines.unit.tcp.rpartition(":")[2]))
+        machines.all_there()
+        with pytest.raises(ServiceUnavailable, match="not held any more"):
+            deque(chain.from_iterable(chunks for _, chunks in found.blocks()))
+    checkpoint.save(session, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("width", [4, LARGE], ids=["in the log", "in a file"])

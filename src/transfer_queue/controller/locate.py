@@ -12,7 +12,7 @@ from transfer_queue.controller.content_index import PRINT_NBYTES
 from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.table import Table
 from transfer_queue.errors import DataLost, InvalidInput, NotReady, UnknownRows
-from transfer_queue.wire.messages import Get, Located, Part, Piece
+from transfer_queue.wire.messages import UNIT_SHIFT, Get, Located, Part, Piece
 
 
 def located(message: Get, table: Table | None, slots: Slots) -> Located:
@@ -32,7 +32,7 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
 
 
 def located_alike(message: Get, table: Table | None) -> Located:
-    """The reply to a `message` with prints: where cells lie that may hold what has them."""
+    """The reply to a `message` with prints: where cells lie that may hold what has them, and can be looked at now."""
     prints, fields = message.prints or b"", message.fields or []
     if len(fields) != 1 or len(prints) % PRINT_NBYTES:
         raise InvalidInput(f"{len(prints)} bytes of prints of fields {fields}")
@@ -40,6 +40,8 @@ def located_alike(message: Get, table: Table | None) -> Located:
         return Located(message.rid, 0, [], [], [], [])
     wanted = [prints[at : at + PRINT_NBYTES] for at in range(0, len(prints), PRINT_NBYTES)]
     found = np.array(table.contents.find(fields[0], wanted, table.blocks), np.int64).reshape(-1, 3)
+    if table.away:
+        found = found[~np.isin(found[:, 1] >> UNIT_SHIFT, list(table.away))]
     numbers: dict[int, int] = {}
     runs = np.empty((len(found), 3), np.int64)
     runs[:, 0] = _pieces(found[:, 1].tolist(), numbers)

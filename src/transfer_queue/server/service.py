@@ -28,7 +28,7 @@ from transfer_queue.wire.handshake import Life
 from transfer_queue.wire.lives import ID_NBYTES
 
 NO_BYTES = memoryview(b"")
-MAX_LOOKS = 3  # how often a read is located anew when its blocks were moved meanwhile
+MAX_LOOKS = 3  # how often a read looks at the same blocks when one of them is not here any more
 
 
 class ControllerLike(Protocol):
@@ -74,11 +74,12 @@ class JournalLike(Protocol):
 
 
 class Reading(NamedTuple):
-    """A read whose location the controller has yet to tell."""
+    """A read whose location the controller has yet to tell. `looks`: how often the rows lay in these `blocks`."""
 
     message: m.Get
     session: ServerSession
-    looks: int
+    looks: int = 0
+    blocks: frozenset[int] = frozenset()
 
 
 class Service:
@@ -294,7 +295,7 @@ class Service:
         if isinstance(message, m.Commit) and (message.block >= 0 or message.shared):
             return self._commit(message, payload, session, ticket, now)
         if isinstance(message, m.Get):
-            return self._get(Reading(message, session, 1), ticket, now)
+            return self._get(Reading(message, session), ticket, now)
         if isinstance(message, m.Restore):
             return self._restore(message, payload, session, ticket, now)
         if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions.by_ident:
@@ -575,11 +576,13 @@ class Service:
         try:
             return self._present(reply, payload, reading.session)
         except RowCleared as error:
-            if reading.looks == MAX_LOOKS:
+            blocks = frozenset(piece.block for piece in reply.pieces)
+            looks = reading.looks + 1 if blocks == reading.blocks else 1
+            if looks == MAX_LOOKS:
                 return m.Failed(reply.rid, error.code, str(error)), ()
         except TransferQueueError as error:
             return m.Failed(reply.rid, error.code, str(error)), ()
-        return self._get(reading._replace(looks=reading.looks + 1), ticket, now)
+        return self._get(reading._replace(looks=looks, blocks=blocks), ticket, now)
 
     def close_request(self, session: ServerSession, answer: Answer) -> None:
         """A parked request was answered: remember the answer in case it is asked for again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -26,14 +27,14 @@ from transfer_queue.codec.plan import items_of
 from transfer_queue.codec.rows import BlockBytes, Copier, row_numbers
 from transfer_queue.codec.select import NO_SLICES
 from transfer_queue.codec.slices import Slice
-from transfer_queue.errors import InvalidInput, ProtocolError, RowCleared
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ProtocolError, RowCleared
 from transfer_queue.memory.copy import Copies
 from transfer_queue.schema import NESTED, OBJECTS, FieldSchema
 from transfer_queue.storage.transports import NotReached
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
 
-MAX_LOOKS = 3
+MAX_LOOKS = 3  # at the same blocks
 FEW = 64  # up to so many rows and fields seldom make the 700 objects after which Python begins a collection
 RUN_NBYTES = 24  # of one (piece, first row, number of rows)
 
@@ -131,8 +132,10 @@ def located_rows(
     answer: tuple[m.Located, memoryview] | None = None,
     most_sent: int | None = None,
 ) -> Operation[LocatedRows]:
-    """Where the rows are, pinned, with what lay elsewhere. Looks again when blocks moved meanwhile."""
-    looks = MAX_LOOKS
+    """Where the rows are, pinned, with what lay elsewhere. Looks again when blocks moved meanwhile, as long as they lie
+    in others each time: somebody writes them faster than they are found. Raises `DeadlineExceeded` if that goes on.
+    """
+    looks, before, deadline = 0, frozenset[int](), time.monotonic() + session.timeout_s
     while True:
         reply, payload = answer or (yield Call(request))
         answer = None
@@ -142,10 +145,14 @@ def located_rows(
             elsewhere = {}
             if lies_elsewhere(reply):
                 elsewhere = yield Trying(received(session, request, reply, slices, most_sent))
-        except (RowCleared, NotReached):
-            looks -= 1
-            if not looks:
+        except (RowCleared, NotReached) as error:
+            blocks = frozenset(piece.block for piece in reply.pieces)
+            looks, before = (looks + 1 if blocks == before else 1), blocks
+            if looks == MAX_LOOKS:
                 raise
+            if time.monotonic() > deadline:
+                text = f"the rows lay elsewhere each time they were read, for {session.timeout_s:g} s"
+                raise DeadlineExceeded(text) from error
             pinned = [piece.block for piece in reply.pieces if isinstance(piece.location, (m.InArena, m.InEngine))]
             if pinned:
                 yield Notify(m.Unpin(reply.rid, pinned))

@@ -22,13 +22,14 @@ from transfer_queue.codec.column_cells import DistinctCells, distinct_cells, may
 from transfer_queue.codec.filling import BlockPlan
 from transfer_queue.codec.layout import Column
 from transfer_queue.codec.plan import items_of, plan_batch, plan_objects
-from transfer_queue.errors import CellsChanged, RowCleared
+from transfer_queue.errors import CellsChanged, DeadlineExceeded, RowCleared, ServiceUnavailable
 from transfer_queue.memory.bytes import Ints
 from transfer_queue.schema import OBJECTS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import Numbers, numbers_of
 
 Places = dict[int, tuple[int, int]]  # of distinct cells, by their number: block and row
+LOOK_S = 1.0  # how long another host may take for its digests: what it has is stored here again then
 
 
 class SharedColumn(NamedTuple):
@@ -205,16 +206,17 @@ def _same_here(one: SharedColumn, located: LocatedRows, runs: Numbers, wanted: N
 def _same_elsewhere(
     session: Session, one: SharedColumn, reply: m.Located, runs: Numbers, wanted: Numbers
 ) -> Operation[Places]:
-    """As `_same_here`, of blocks that their units have to digest. A unit that cannot is passed over."""
+    """As `_same_here`, of blocks that their units have to digest. One that cannot, or is not heard, is passed over."""
     blocks = np.array([piece.block for piece in reply.pieces], np.int64)[runs[:, 0]]
     own = yield Offload(lambda: {n: digest_of(one.cells.cells[n]) for n in set(wanted.tolist())}, 1 << 30)
     places: Places = {}
+    wait_s = min(LOOK_S, session.timeout_s)
     for unit in np.unique(blocks >> m.UNIT_SHIFT).tolist():
         mine = np.flatnonzero(blocks >> m.UNIT_SHIFT == unit)
         request = m.DigestCells(session.next_rid(), one.column.name, blocks[mine].tobytes(), runs[mine, 1].tobytes())
         try:
-            answer = (yield Call(request, to=reply.units.get(unit, ""), wait_s=session.timeout_s))[0]
-        except RowCleared:
+            answer = (yield Call(request, to=reply.units.get(unit, ""), wait_s=wait_s))[0]
+        except (RowCleared, ServiceUnavailable, DeadlineExceeded):
             continue
         for place, digest in zip(mine.tolist(), answer.digests, strict=True):
             number = int(wanted[place])

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class PinnedSnapshot:
             return
         call = Call(m.Pin(self._session.next_rid(), blocks.tobytes()), to=to)
         self._given.append(call)
-        taken: m.Taken = self._session.call(call)[0]
+        taken: m.Taken = self._call(call)[0]
         for piece in taken.pieces:
             piece.layout += len(self.layouts)
             self.pinned.append(Pinned(piece, to, taken.rid))
@@ -86,8 +86,12 @@ class PinnedSnapshot:
         here = next((one for one in itertools.islice(self.pinned, count) if not one.to), None)
         if here is None:
             return
+        self._call(Call(m.Read(self._session.next_rid(), here.piece.block, 0, 0)))
+
+    def _call(self, call: Call) -> tuple[Any, memoryview]:
+        """The answer about pinned blocks. Raises `ServiceUnavailable` where their server began anew meanwhile."""
         try:
-            self._session.call(Call(m.Read(self._session.next_rid(), here.piece.block, 0, 0)))
+            return self._session.call(call)
         except RowCleared as error:
             raise ServiceUnavailable(f"what was to be saved is not held any more: {error}") from error
 
@@ -133,7 +137,7 @@ class PinnedSnapshot:
     def _read(self, piece: m.Piece, at: int, to: str) -> memoryview:
         nbytes = min(CHUNK_NBYTES, piece.nbytes - at)
         request = m.Read(self._session.next_rid(), piece.block, at, nbytes)
-        _, data = self._session.call(Call(request, to=to))
+        _, data = self._call(Call(request, to=to))
         if len(data) != nbytes:
             raise ProtocolError(f"{len(data)} bytes of block {piece.block} instead of {nbytes}")
         return data
