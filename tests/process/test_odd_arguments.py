@@ -94,6 +94,9 @@ BRIDGE = partial(RolloutBridge, schema=RolloutSchema({"x": Numbers()}))
         ("tickets, place 0, is a GroupTicket", lambda _: tq.group_pool("odd").return_tickets([5])),  # type: ignore[list-item]
         ("slices is a dict", lambda _: tq.kv_batch_get("k", "odd", slices=5)),  # type: ignore[arg-type]
         ("slices is a dict", lambda c: BRIDGE(c).fetch("odd", "t", slices=5)),
+        ("schedule is a Schedule", lambda c: BRIDGE(c).put("odd", {"x": [1]}, schedule={"partitions": [[0]]})),
+        ("fetched is a Fetched", lambda c: BRIDGE(c).ack(c.put({"x": torch.ones(2)}, partition_id="odd"))),
+        ("columns is a dict", lambda _: RolloutSchema(["x"])),  # type: ignore[arg-type]
         ("batch is a dict", lambda c: BRIDGE(c).put("odd", [{"x": 1}])),
         ("priorities is a dict", lambda _: tq.group_pool("odd").set_priorities([1])),  # type: ignore[arg-type]
         ("consumers is a list, not one str", lambda _: tq.open_partition("p_0", "p", 1, "actor")),

@@ -78,7 +78,10 @@ class RolloutBridge:
         """What `put` does before it stores anything: for those who wait in between. Raises as it does."""
         batch = taken_columns(mapping(batch, "batch"))
         rows = checked_batch(batch, self.schema)
-        plan = Schedule.even(rows, 1 if dp_size is None else dp_size) if schedule is None else schedule
+        if schedule is None:
+            plan = Schedule.even(rows, 1 if dp_size is None else dp_size)
+        else:
+            plan = instance(schedule, Schedule, "schedule")
         plan.check(rows)
         _check_told(plan, dp_size)
         order = [row for part in plan.partitions for row in part]
@@ -239,7 +242,7 @@ class RolloutBridge:
 
     def ack(self, fetched: Fetched) -> None:
         """The rows, which were fetched with `lease_s`, are used. Raises `LeaseExpired`."""
-        self.client.ack(fetched.meta)
+        self.client.ack(instance(fetched, Fetched, "fetched").meta)
 
     def clear(self, partition_id: str) -> None:
         """The step is over; nobody waits for it any more, and its memory is free."""
