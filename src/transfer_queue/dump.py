@@ -9,6 +9,7 @@ What has been there before is never replaced.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -201,18 +202,28 @@ def load(session: Session, directory: str | os.PathLike[str]) -> dict[str, m.Tag
     """See `transfer_queue.load_data_by_key`."""
     found, saved = _opened(directory)
     _check_types(session, found)
+    bare = [position for position, row in enumerate(found.rows) if not row.fields]
+    order = [*itertools.chain.from_iterable(shard.rows for shard in found.shards), *bare]
+    is_in_order = order == sorted(order)
     with refill(session) as blocks:
         for number, shard in enumerate(found.shards):
             _fill(blocks, saved, number, shard)
+        if not is_in_order:  # new rows have the order of the dump, by which samplers tell groups apart
+            _publish_bare(session, found, list(range(len(found.rows))))
         for shard in found.shards:
             where, tags = _target(found, shard.rows)
-            session.call(commit(session, where, shard.schema, shard.layout, blocks.first(), tags))
+            put = commit(session, where, shard.schema, shard.layout, blocks.first(), tags if is_in_order else None)
+            session.call(put)
             blocks.published()
-        bare = [position for position, row in enumerate(found.rows) if not row.fields]
-        if bare:
-            where, tags = _target(found, bare)
-            session.call(commit(session, where, [], b"", -1, tags))
+        if bare and is_in_order:
+            _publish_bare(session, found, bare)
     return {row.key: row.tag for row in found.rows}
+
+
+def _publish_bare(session: Session, found: DumpedRows, positions: list[int]) -> None:
+    """Rows with their keys and tags, and no fields yet."""
+    where, tags = _target(found, positions)
+    session.call(commit(session, where, [], b"", -1, tags))
 
 
 def _target(found: DumpedRows, positions: list[int]) -> tuple[TargetRows, list[m.Tags]]:

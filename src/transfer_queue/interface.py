@@ -462,9 +462,10 @@ def dump_data_by_key(dump_dir: str | os.PathLike[str], keys: Sequence[str], part
 def load_data_by_key(dump_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """Put the rows that `dump_data_by_key` wrote back into their partition, by key; returns `{key: tag}`.
 
-    Known keys keep their row, others get new ones; other rows, fields and names in tags stay. Every byte is verified,
-    and the types of fields compared, before anything changes; then some rows at a time appear, and a repeated call
-    completes one that failed in between. Consumption is not in a dump. Raises `CheckpointMissing` (a
+    Known keys keep their row, others get new ones, in the order of the dump; other rows, fields and names in tags stay.
+    Every byte is verified, and the types of fields compared, before anything changes; then some rows at a time appear
+    (where that is not their order, all of them with their tags, and then the fields of some at a time), and a repeated
+    call completes one that failed in between. Consumption is not in a dump. Raises `CheckpointMissing` (a
     FileNotFoundError), `CheckpointCorrupt`, `CheckpointUnsupported` and `SchemaConflict` (ValueErrors), `StoreFull`,
     `NotInitialized` (a RuntimeError).
     """

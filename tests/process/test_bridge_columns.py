@@ -80,7 +80,7 @@ def test_a_rank_with_another_schema_gets_no_other_numbers(
         (Ragged(dtype="float32"), [torch.ones(2, dtype=torch.complex64).conj()]),
         (Ragged(dtype="float32"), [[1, np.complex64(2 + 3j)]]), (Ragged(dtype="float64"), [[1.0, np.array(2 + 3j)]]),
         (Numbers(), [1.0, np.array(2 + 3j)]), (Ragged(), [[torch.tensor(2.0, requires_grad=True)]]),
-        (Numbers(), [torch.empty((), device="meta")]),
+        (Numbers(), [torch.empty((), device="meta")]), (Ragged(), [[torch.tensor(1 << 63, dtype=torch.uint64)]]),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Casting complex")  # as outside of tests, where that is no error
@@ -220,6 +220,13 @@ def test_what_has_no_rows_by_their_place_is_refused(
     with pytest.raises(SchemaViolation, match=r"field 'x': a (column is a list|masked array)"):
         RolloutBridge(shared, RolloutSchema({"x": kind})).put("refused", {"x": column})
     assert "refused" not in shared.get_partition_list()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_no_row(shared: tq.TransferQueueClient) -> None:
+    row = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
+    with pytest.raises(SchemaViolation, match="row 1, field 'x'"):
+        RolloutBridge(shared, RolloutSchema({"x": Ragged()})).put("refused", {"x": [[1], row]})
 
 
 def test_a_masked_row_is_refused(shared: tq.TransferQueueClient) -> None:

@@ -99,6 +99,23 @@ def test_rows_with_other_fields_or_none_keep_what_they_have(shared: tq.TransferQ
     assert shared.get_production_status(["extra"], "mixed")[1].sum() == 1  # type: ignore[union-attr]
 
 
+def test_rows_that_have_not_the_same_fields_come_back_in_the_order_of_the_dump(
+    shared: tq.TransferQueueClient, place: Path
+) -> None:
+    keys = [f"{prompt}/{sample}" for prompt in range(3) for sample in range(2)]
+    put("order", keys)
+    tq.kv_batch_put(keys[1:3], "order", {"reward": torch.ones(2)})
+    tq.kv_put("bare", "order", tag={"idx": 6})
+    put("order", ["last"])
+    tq.dump_data_by_key(place, [*keys, "bare", "last"], "order")
+    listed = tq.kv_list("order")
+    shared.clear_partition("order")
+    tq.load_data_by_key(place)
+    assert list(tq.kv_list("order")["order"].items()) == list(listed["order"].items())
+    found = shared.get_meta(["ids"], 4, "order", task_name="actor")
+    assert [row[0].item() for row in rows_of(shared.get_data(found)["ids"])] == [0, 3, 6, 9]
+
+
 def test_loading_merges_by_key_and_leaves_all_else_alone(shared: tq.TransferQueueClient, place: Path) -> None:
     put("merge", ["a", "b"])
     put("bystander", ["x"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import transfer_queue as tq
+from transfer_queue.bridge import Numbers, RolloutBridge, RolloutSchema
 from transfer_queue.client.groups import GroupPool
 from transfer_queue.errors import InvalidInput, UnsupportedValue
 
@@ -67,6 +69,7 @@ def test_a_flag_of_another_library_counts(shared: tq.TransferQueueClient, part: 
 
 
 ARRAY = np.array([1, 0])
+BRIDGE = partial(RolloutBridge, schema=RolloutSchema({"x": Numbers()}))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,14 @@ ARRAY = np.array([1, 0])
         ("ticket is a GroupTicket", lambda _: tq.group_pool("odd").open("g", 1, ticket=5)),  # type: ignore[arg-type]
         ("attempt is a SlotAttempt", lambda _: tq.group_pool("odd").finish(None, {"x": [1]})),  # type: ignore[arg-type]
         ("results, place 0, is a", lambda _: tq.group_pool("odd").finish_batch([1], {"x": [1]})),  # type: ignore[list-item]
+        ("tickets is a list", lambda _: tq.group_pool("odd").return_tickets(5)),  # type: ignore[arg-type]
+        ("tickets, place 0, is a GroupTicket", lambda _: tq.group_pool("odd").return_tickets([5])),  # type: ignore[list-item]
+        ("slices is a dict", lambda _: tq.kv_batch_get("k", "odd", slices=5)),  # type: ignore[arg-type]
+        ("slices is a dict", lambda c: BRIDGE(c).fetch("odd", "t", slices=5)),
+        ("schedule is a Schedule", lambda c: BRIDGE(c).put("odd", {"x": [1]}, schedule={"partitions": [[0]]})),
+        ("fetched is a Fetched", lambda c: BRIDGE(c).ack(c.put({"x": torch.ones(2)}, partition_id="odd"))),
+        ("columns is a dict", lambda _: RolloutSchema(["x"])),  # type: ignore[arg-type]
+        ("batch is a dict", lambda c: BRIDGE(c).put("odd", [{"x": 1}])),
         ("priorities is a dict", lambda _: tq.group_pool("odd").set_priorities([1])),  # type: ignore[arg-type]
         ("consumers is a list, not one str", lambda _: tq.open_partition("p_0", "p", 1, "actor")),
         ("what is a string", lambda _: tq.overview_table([])),  # type: ignore[arg-type]

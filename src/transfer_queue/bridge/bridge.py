@@ -76,9 +76,12 @@ class RolloutBridge:
         self, batch: Mapping[str, Any], *, dp_size: int | None = None, schedule: Schedule | None = None
     ) -> Prepared:
         """What `put` does before it stores anything: for those who wait in between. Raises as it does."""
-        batch = taken_columns(batch)
+        batch = taken_columns(mapping(batch, "batch"))
         rows = checked_batch(batch, self.schema)
-        plan = Schedule.even(rows, 1 if dp_size is None else dp_size) if schedule is None else schedule
+        if schedule is None:
+            plan = Schedule.even(rows, 1 if dp_size is None else dp_size)
+        else:
+            plan = instance(schedule, Schedule, "schedule")
         plan.check(rows)
         _check_told(plan, dp_size)
         order = [row for part in plan.partitions for row in part]
@@ -184,7 +187,7 @@ class RolloutBridge:
     ) -> Fetched:
         """As `fetch`. `convert` gets the columns as they are stored; where it raises, nothing was taken."""
         names = self.schema.required() if columns is None else list(self.schema.part(items(columns, "columns")))
-        ops.check_slices(slices, list(slices or ()))
+        ops.check_slices(slices, None)
         dp_rank, dp_size = whole_number(dp_rank, "dp_rank"), whole_number(dp_size, "dp_size")
         if not 0 <= dp_rank < dp_size:
             raise InvalidInput(f"dp_rank {dp_rank} of dp_size {dp_size}: ranks are numbered from 0")
@@ -239,7 +242,7 @@ class RolloutBridge:
 
     def ack(self, fetched: Fetched) -> None:
         """The rows, which were fetched with `lease_s`, are used. Raises `LeaseExpired`."""
-        self.client.ack(fetched.meta)
+        self.client.ack(instance(fetched, Fetched, "fetched").meta)
 
     def clear(self, partition_id: str) -> None:
         """The step is over; nobody waits for it any more, and its memory is free."""

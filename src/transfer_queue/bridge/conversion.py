@@ -110,7 +110,7 @@ def _is_column(column: Any) -> bool:
 
 
 def _num_rows(column: Any) -> int:
-    """A nested tensor of torch's strided layout has no len()."""
+    """Of a column, or how long a row is. A nested tensor of torch's strided layout has no len()."""
     return int(column.size(0)) if isinstance(column, torch.Tensor) else len(column)
 
 
@@ -232,7 +232,7 @@ def _packed(name: str, values: Any, column: Ragged, wanted: np.dtype[Any], rows:
     if letter is None or column.shape:
         arrays = [_array(name, _from_list(name, values[row], row, wanted), row, column.shape, wanted) for row in rows]
         return [torch.from_numpy(array) for array in arrays]
-    offsets = offsets_of([len(values[row]) for row in rows])
+    offsets = offsets_of([_num_rows(values[row]) for row in rows])
     lists = [values[row] for row in rows]
     is_plain = wanted.name in _AT_ONCE and all(type(one) is list for one in lists)
     flat = exact_numbers(lists, wanted) if is_plain else None
@@ -270,7 +270,7 @@ def _is_packed(numbers: Sequence[Any], letter: str, data: bytearray, start: int)
             data[start : start + len(numbers)] = bytes(numbers)  # in half of the time
         else:
             struct.pack_into(f"{len(numbers)}{letter}", data, start, *numbers)
-    except (struct.error, OverflowError, ValueError, TypeError):
+    except (struct.error, OverflowError, ValueError, TypeError, RuntimeError):  # the last: of tensors of uint64
         return False
     return True
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from transfer_queue.arguments import mapping
 from transfer_queue.errors import InvalidInput
 
 MARKER = "__rank_{}_of_{}__"
@@ -79,7 +80,7 @@ class RolloutSchema:
     are none). Raises `InvalidInput` for what is no column."""
 
     def __init__(self, columns: Mapping[str, RolloutColumn], *, others: RolloutColumn | None = None) -> None:
-        self.columns = dict(columns)
+        self.columns = dict(mapping(columns, "columns"))
         self.others = others
         if not self.columns and others is None:
             raise InvalidInput("a schema has at least one column")

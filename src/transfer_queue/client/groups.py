@@ -170,7 +170,7 @@ class GroupOperations:
 
     def return_tickets(self, tickets: Iterable[GroupTicket]) -> Operation[None]:
         """No groups will be opened with these."""
-        yield _call(self, m.ReturnTickets, [ticket.number for ticket in tickets])
+        yield _call(self, m.ReturnTickets, [one.number for one in instances(tickets, GroupTicket, "tickets")])
 
     def open(
         self,

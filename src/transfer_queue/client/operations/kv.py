@@ -147,7 +147,7 @@ def kv_batch_get(
     for rows of several dtypes, `InvalidInput` for slices of fields that are not asked for.
     """
     request = _get(session, keys, partition_id, select_fields, strict)
-    ops.check_slices(slices, list(slices or ()) if request.fields is None else request.fields)
+    ops.check_slices(slices, request.fields)
     parts = slices or NO_SLICES
     found = yield from read(session, [request], copy=copy, device=device, dense=dense, pad=pad, slices=parts)
     if request.fields is None:

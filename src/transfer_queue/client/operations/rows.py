@@ -131,8 +131,9 @@ def checked_meta(metadata: Any) -> BatchMeta:
     return metadata
 
 
-def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> None:
-    """`InvalidInput` for parts of fields that are not read, and for what is no `Slice`."""
+def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str] | None) -> None:
+    """`InvalidInput` for parts of fields that are not read (None: which are is not known yet), and for what is no
+    `Slice`."""
     if slices is None:
         return
     if not isinstance(slices, Mapping):
@@ -142,9 +143,9 @@ def check_slices(slices: Mapping[str, Slice] | None, fields: Sequence[str]) -> N
             raise InvalidInput(
                 f"slices: {name!r} has a {type(one).__qualname__}, expected a Slice such as tq.Slice(0, 8)"
             )
-    unknown = sorted(map(repr, set(slices) - set(fields)))
+    unknown = [] if fields is None else sorted(map(repr, set(slices) - set(fields)))
     if unknown:
-        raise InvalidInput(f"slices has [{', '.join(unknown)}], which are not among the fields: {list(fields)}")
+        raise InvalidInput(f"slices has [{', '.join(unknown)}], which are not among the fields: {list(fields or ())}")
 
 
 def waiting(session: Session, timeout_s: float | None) -> tuple[float, bool]:

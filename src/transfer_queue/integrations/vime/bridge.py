@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import transfer_queue as tq
+from transfer_queue.arguments import instance
 from transfer_queue.bridge import Fetched, RolloutBridge, Schedule
 from transfer_queue.bridge.ranks import fetch_together
 from transfer_queue.client.client import TransferQueueClient
@@ -167,6 +168,7 @@ class TransferQueueBridge:
         if schedule is None:
             config = train_parallel_config or parallel_config(self.args, self.data_parallel_size(self.args))
             schedule = made_schedule(self.args, columns, config)
+        schedule = instance(schedule, Schedule, "schedule")
         bridge = RolloutBridge(client, SCHEMA)
         whole = {told: list(columns[name]) for name, told in WHOLE.items()}
         ready = bridge.prepare(columns, schedule=replace(schedule, extra={**schedule.extra, **whole}))
