@@ -343,6 +343,12 @@ def test_a_column_that_is_not_declared_has_a_name_that_a_declared_one_may_have(
         bridge.fetch("refused", "actor", columns=["u", name], timeout_s=0.05)
 
 
+@pytest.mark.parametrize(("rows", "ranks"), [(2, 3), (2, 1 << 70), (0, 1), ("x", 1), (2, 0)])
+def test_rows_that_are_no_rows_or_too_few_are_dealt_to_nobody(rows: Any, ranks: int) -> None:
+    with pytest.raises(InvalidInput, match=r"rows|rank"):
+        Schedule.even(rows, ranks)
+
+
 @pytest.mark.parametrize("told", [
     {"dp_size": 2}, {"dp_size": 2, "schedule": Schedule(partitions=[[0], [1, 2]])},
     {"schedule": Schedule(partitions=[[2, 1, 0]])}, {"metadata": {"dp_size": 4}},

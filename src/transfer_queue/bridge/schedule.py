@@ -46,10 +46,13 @@ class Schedule:
 
     @classmethod
     def even(cls, rows: int, dp_size: int) -> Schedule:
-        """Rows in their order, as many for each rank as for any other, or one more. `InvalidInput` for no rank."""
-        dp_size = _whole(dp_size, "dp_size", 0)
+        """Rows in their order, as many for each rank as for any other, or one more. `InvalidInput` for no rank, and for
+        more ranks than rows."""
+        rows, dp_size = _whole(rows, "rows", 0), _whole(dp_size, "dp_size", 0)
         if dp_size < 1:
             raise InvalidInput(f"dp_size {dp_size}: there is one rank at least")
+        if dp_size > rows:
+            raise InvalidInput(f"{dp_size} ranks for {rows} rows: every rank trains on one at least")
         bounds = [rows * rank // dp_size for rank in range(dp_size + 1)]
         return cls(partitions=[range(a, b) for a, b in itertools.pairwise(bounds)])
 
