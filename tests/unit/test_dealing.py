@@ -286,35 +286,23 @@ def test_when_all_ranks_have_ended_everything_is_free() -> None:
     assert box.fetch(5) == [1, 2, 3, 4, 5]
 
 
-def test_a_rank_that_goes_on_after_the_others_have_ended_gets_all_that_is_left_of_its_shares() -> None:
-    box = Ranks(2, 2)
-    box.put(12)
-    for batch in range(3):
-        box.use(0, batch, until_done=True)
-    assert box.ask(0, 3, until_done=True) == "done"
-    box.end_session(b"0")
-    box.use(1, 0, until_done=True)
-    lease, rows = box.ask(1, 1, until_done=True)
-    box.ack(lease, rows[:1])
-    box.end_session(b"1")
-    found = [box.use(1, 1, used=1, until_done=True, session=b"on"), box.use(1, 2, until_done=True, session=b"on")]
-    assert found == [rows[1:], [10, 11]]
-    assert box.ask(1, 3, until_done=True, session=b"on") == "done"
-    assert all(box.consumed().values())
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_begin_anew_are_dealt_what_one_left_after_the_others_had_ended(first: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_rank_that_goes_on_when_others_have_ended_gets_all_of_its_shares(ahead: bool, anew: bool) -> None:
     box = Ranks(2, 2)
     box.put(8)
-    for batch in range(2):
-        box.use(0, batch, until_done=True)
-    assert box.ask(0, 2, until_done=True) == "done"
+    assert [box.use(0, 0), box.use(0, 1), box.ask(0, 2, until_done=True)] == [[0, 1], [4, 5], "done"]
     box.end_session(b"0")
-    box.ask(1, 0, until_done=True)
+    leases = [box.ask(1, batch)[0] for batch in (0, 1)]
+    assert not ahead or box.ask(1, 2, until_done=True) == "done"
+    if not anew:
+        box.ack(leases[0])
+        box.ack(leases[1], [6])
     box.end_session(b"1")
-    shares = [box.use(rank, 0, until_done=True, session=b"new %d" % rank) for rank in (first, 1 - first)]
-    assert sorted(shares) == [[2, 3], [6, 7]]
+    if anew:
+        assert [box.rows(rank, 0, session=b"%d" % rank) for rank in (1, 0)] == [[6, 7], [2, 3]]
+    else:
+        assert (box.use(1, 1, used=1, session=b"on"), box.ask(1, 2, until_done=True, session=b"on")) == ([7], "done")
 
 
 def test_ranks_that_resume_together_get_the_rest_of_their_batch() -> None:

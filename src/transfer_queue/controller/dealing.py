@@ -17,9 +17,9 @@ loose.
 When the last member of a group has ended it is forgotten, and all that was kept for it is free; where a rank has not
 asked yet, the rows are free and loose, and the group stays. It does not stay in the way of a later group for the sake
 of ranks that were told of the end of these very rows before: they need not come once more. It also stays where others
-were told of the end, for a rank that was not: one that goes on has what is left of its shares, and not a part of them
-that is dealt anew; one that begins anew, whichever it is, begins a new group. It is also forgotten when consumption is
-reset, and when the partition goes.
+were told of the end, for a rank that has not used all of its shares: one that goes on has what is left of them, and not
+a part that is dealt anew; one that begins anew, whichever it is, begins a new group. It is also forgotten when
+consumption is reset, and when the partition goes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RankGroup:
         """Whether all have ended, some as they were told of the end of these rows and others amid their shares."""
         if self.sessions or task.groups[-1] is not self or not self.told & _ended_loops(table, task, self.dp_size):
             return False
-        return any(self.owes(table, task, rank) for rank in self.members.keys() - self.told)
+        return any(self.owes(table, task, rank) for rank in self.members)
 
     def stays(self, table: Table, task: Task) -> bool:
         """Whether it is there still when all its members have ended."""
