@@ -286,6 +286,25 @@ def test_when_all_ranks_have_ended_everything_is_free() -> None:
     assert box.fetch(5) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_rank_that_goes_on_when_others_have_ended_gets_all_of_its_shares(ahead: bool, anew: bool) -> None:
+    box = Ranks(2, 2)
+    box.put(8)
+    assert [box.use(0, 0), box.use(0, 1), box.ask(0, 2, until_done=True)] == [[0, 1], [4, 5], "done"]
+    box.end_session(b"0")
+    leases = [box.ask(1, batch)[0] for batch in (0, 1)]
+    assert not ahead or box.ask(1, 2, until_done=True) == "done"
+    if not anew:
+        box.ack(leases[0])
+        box.ack(leases[1], [6])
+    box.end_session(b"1")
+    if anew:
+        assert [box.rows(rank, 0, session=b"%d" % rank) for rank in (1, 0)] == [[6, 7], [2, 3]]
+    else:
+        assert (box.use(1, 1, used=1, session=b"on"), box.ask(1, 2, until_done=True, session=b"on")) == ([7], "done")
+
+
 def test_ranks_that_resume_together_get_the_rest_of_their_batch() -> None:
     box = Ranks(2, 4)
     box.put(16)

@@ -93,6 +93,21 @@ def test_a_dimension_that_two_axes_divide_is_several_boxes() -> None:
     assert found[0, 0][0] == Box((0,), (2,))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sharded_tensor_without_elements_is_given_by_every_rank_as_a_plain_one_is(dim: int) -> None:
+    plain = StateDictSource({"empty": torch.empty(0, 3)})
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.empty(0, 1 if dim else 3)
+        given = DTensor.from_local(local, mesh, [Shard(dim)], shape=torch.Size([0, 3]), stride=(3, 1))
+        source = StateDictSource({"empty": given})
+        assert source.shards() == plain.shards()
+        assert [(name, part.shape) for name, part in source.parts()] == [("empty", (0, 3))]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_summands_are_refused_by_name() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -16,7 +16,9 @@ loose.
 
 When the last member of a group has ended it is forgotten, and all that was kept for it is free; where a rank has not
 asked yet, the rows are free and loose, and the group stays. It does not stay in the way of a later group for the sake
-of ranks that were told of the end of these very rows before: they need not come once more. It is also forgotten when
+of ranks that were told of the end of these very rows before: they need not come once more. It also stays where others
+were told of the end, for a rank that has not used all of its shares: one that goes on has what is left of them, and not
+a part that is dealt anew; one that begins anew, whichever it is, begins a new group. It is also forgotten when
 consumption is reset, and when the partition goes.
 """
 
@@ -130,6 +132,16 @@ class RankGroup:
             return False
         return task.groups[-1] is self or not late <= _ended_loops(table, task, self.dp_size)
 
+    def is_left(self, table: Table, task: Task) -> bool:
+        """Whether all have ended, some as they were told of the end of these rows and others amid their shares."""
+        if self.sessions or task.groups[-1] is not self or not self.told & _ended_loops(table, task, self.dp_size):
+            return False
+        return any(self.owes(table, task, rank) for rank in self.members)
+
+    def stays(self, table: Table, task: Task) -> bool:
+        """Whether it is there still when all its members have ended."""
+        return self.is_late(table, task) or self.is_left(table, task)
+
     @property
     def is_told(self) -> bool:
         return len(self.told) == self.dp_size
@@ -226,6 +238,9 @@ class Dealing:
         sizes share the partition."""
         task = table.task(message.task)
         group = self.group_of(table, message, session)
+        if group is not None and not has_begun(message) and not group.sessions and not group.is_late(table, task):
+            self.disband(table, message.task, group)
+            group = None
         if group is not None and (group.dp_size, group.batch_size) != (message.dp_size, message.batch_size):
             if group.sessions - {session}:
                 raise InvalidInput(
@@ -247,7 +262,7 @@ class Dealing:
         group.first[rank] = min(batch, group.first.get(rank, batch))
         group.members.setdefault(rank, set()).add(session)
         self._of_session.setdefault(session, set()).add((table.name, message.task))
-        while left := next((one for one in task.groups if not one.sessions and not one.is_late(table, task)), None):
+        while left := next((one for one in task.groups if not one.sessions and not one.stays(table, task)), None):
             self.disband(table, message.task, left)
         return group
 
@@ -431,7 +446,7 @@ class Dealing:
         for members in group.members.values():
             members.discard(session)
         group.finished.discard(session)
-        if not group.sessions and group.is_late(table, table.tasks[name]):
+        if not group.sessions and group.stays(table, table.tasks[name]):
             self._offer(table, name, group.kept_slots(table, table.tasks[name]))
         elif not group.sessions:
             self.disband(table, name, group)

@@ -48,6 +48,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 def held_of(name: str, tensor: torch.Tensor) -> list[Held]:
     """What this rank holds of a tensor: of a plain one all of it, of a DTensor its boxes, none where its part is empty.
+    A DTensor without elements is all of it at each rank.
 
     `UnsupportedValue` where ranks hold summands (`Partial`).
     """
@@ -63,6 +64,8 @@ def held_of(name: str, tensor: torch.Tensor) -> list[Held]:
         boxes = boxes_held(shape, tuple(mesh.shape), tuple(coordinate), tuple(given.placements))
     except UnsupportedValue as error:
         raise UnsupportedValue(f"{name!r}: {error}") from None
+    if 0 in shape:
+        boxes = [(whole(shape), tuple(slice(0, n) for n in shape))]
     return [Held(TensorShard(name, tensor.dtype, shape, box), local) for box, local in boxes]
 
 
