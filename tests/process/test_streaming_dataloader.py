@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -241,6 +242,26 @@ def test_a_killed_worker_loses_nothing(client: Client) -> None:
     left = 16 - used(client)
     assert left >= 10
     assert client.get_meta(["x"], left, "p", task_name="t", timeout_s=10).size == left
+
+
+def test_persistent_workers_of_which_one_was_killed_are_replaced_by_the_next_iteration(client: Client) -> None:
+    client.set_partition("p", size=16)  # an interrupted acknowledgement may leave a part of a batch for the end
+    put(client, 16)
+    more: dict[str, Any] = {"persistent_workers": True, "worker_init_fn": remember}
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork", **more)
+    found = []
+    with contextlib.suppress(RuntimeError):  # torch's handler of dead workers may raise anywhere
+        for data, _ in loader:
+            if not found:
+                pids = [tag["pid"] for tag in client.kv_list("w")["w"].values()]
+                os.kill(pids[0], signal.SIGKILL)
+            found += data["x"].tolist()
+    loader.close()
+    assert used(client) < 16
+    found = found[: used(client)]
+    for data, _ in loader:
+        found += data["x"].tolist()
+    assert found == list(range(16))
 
 
 def test_a_close_that_a_signal_interrupted_can_be_repeated(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,8 @@ class StreamingDataLoader(DataLoader[Any]):
             return super().__iter__()
         self._end()
         links, self._links = self._links, None
-        if links is None or links.pid != os.getpid():  # also where an iteration could not begin: workers wait for it
+        # Others also where an iteration could not begin, as workers wait for it, and where one of them has died.
+        if links is None or links.pid != os.getpid() or not self._has_workers():
             self._iterator = None
             context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
             links = Links(context, self.num_workers)
@@ -118,6 +119,11 @@ class StreamingDataLoader(DataLoader[Any]):
             self._links = links
         self._deliveries = weakref.ref(deliveries)
         return deliveries
+
+    def _has_workers(self) -> bool:
+        """Whether all those of the iteration before are alive."""
+        batches: Any = self._iterator
+        return batches is not None and all(worker.is_alive() for worker in batches._workers)
 
     def _end(self) -> None:
         """End the iterator over the workers, if there is one."""
