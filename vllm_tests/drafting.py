@@ -61,7 +61,7 @@ class Scene:
         self.llm: Any = LLM(
             model=str(first.model), dtype="float32", enforce_eager=True, max_model_len=512, tensor_parallel_size=tp,
             weight_transfer_config=WeightTransferConfig(backend=backend), speculative_config=settings,
-            worker_extension_cls="vllm_tests.draft_probes.DraftProbes", disable_log_stats=False,
+            worker_extension_cls="vllm_tests.draft_probes.DraftProbes", disable_log_stats=False, **self.kind.more,
         )  # fmt: skip
         self.live = {"model": 0, "draft": 0}
         self.source = Turning(first.source())

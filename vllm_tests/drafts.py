@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from vllm_tests.models import VOCABULARY, drawn, save
 
 Tensors = dict[str, torch.Tensor]
 WIDTH = 128
+ATTENTION = "CPU_MLA"  # with the one that vLLM takes on processors with AMX it cannot reload by itself, either
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 128, "num_attention_heads": 4,
     "max_position_embeddings": 4096, "initializer_range": 0.2, "dtype": torch.float32,
@@ -75,10 +77,11 @@ class Filtered(SafetensorsSource):
 
 
 class Kind(NamedTuple):
-    """`settings`: vLLM's of speculation. `make`: the checkpoints of a version, by its seed."""
+    """`settings`: vLLM's of speculation. `make`: the checkpoints of a version, by its seed. `more`: for vLLM."""
 
     settings: dict[str, Any]
     make: Callable[[int, Path], Folders]
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 def _written(tensors: Tensors, config: dict[str, Any], folder: Path) -> Path:
@@ -211,6 +214,10 @@ KINDS = {
     "medusa": Kind({"method": "medusa", "num_speculative_tokens": 2}, _medusa),
     "mimo": Kind({"method": "mtp", "num_speculative_tokens": 1}, _mimo),
     "glm4_moe": Kind({"method": "mtp", "num_speculative_tokens": 1}, _next_layer("glm4_moe")),
-    "deepseek_v3": Kind({"method": "mtp", "num_speculative_tokens": 1}, _next_layer("deepseek_v3")),
+    "deepseek_v3": Kind(
+        {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": ATTENTION},
+        _next_layer("deepseek_v3"),
+        {"attention_backend": ATTENTION},
+    ),
 }
 REHEARSED = {**KINDS, "qwen3_next": Kind({"method": "mtp", "num_speculative_tokens": 1}, _qwen3_next)}
