@@ -121,7 +121,7 @@ def test_what_each_worker_takes(server: Server, tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("kind", DRAFT_SHARES)
 def test_what_each_worker_takes_for_its_draft(server: Server, tmp_path: Path, kind: str) -> None:
     """`DRAFT_SHARES`: of the draft's own tensors. A layer that drafts in the model's checkpoint reaches it."""
-    settings, make = REHEARSED[kind]
+    settings, make, _ = REHEARSED[kind]
     folders = make(0, tmp_path)
     metas = metas_of(folders.draft or folders.model)
     draft = str(folders.draft) if folders.draft else None
