@@ -135,8 +135,9 @@ class Engine(ABC):
                 return
             before, session = self.outcome, self.receiver.session
             # What is said from here on is about this version: a late call's is no answer to what the trainer asks now.
-            about_it = replace(self._blank, version=info.version, run_id=info.run_id, key=info.key)
-            self.outcome = replace(about_it, code=before.code, text=before.text)
+            self.outcome = replace(
+                self._blank, version=info.version, run_id=info.run_id, key=info.key, code=before.code, text=before.text
+            )
             if before.code:
                 raise error_from_code(before.code, before.text)
             if session is None:
