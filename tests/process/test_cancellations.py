@@ -211,3 +211,31 @@ def test_a_result_is_there_once_when_it_is_sent_again(client: tq.TransferQueueCl
 
     prepare()
     assert cancel_everywhere(lambda: pool.async_finish(attempts[-1], {"x": torch.zeros(1, 3)}), is_clean, late)[0]
+
+
+def test_a_loop_that_goes_on_has_the_batches_that_it_would_have_had(client: tq.TransferQueueClient, late: bool) -> None:
+    """As it begins, and as it asks for the next micro-batch, which acknowledges the one before."""
+    client.put({"x": torch.arange(8)}, partition_id="p")
+    everything = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    async def run() -> int:
+        stream, number = tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2), 0
+
+        async def two() -> bool:
+            running = aiter(stream)
+            return all([await anext(running) is not None for _ in range(2)])
+
+        async for one in cancellations(two, late=late):
+            rest = []
+            async for item in stream:
+                rest.append(item["x"].tolist())
+                if rest[-1] == everything[-1]:
+                    break
+            assert rest == everything[-len(rest) :], one
+            await stream.aclose()
+            await client.async_reset_consumption("p", "t")
+            stream = tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=2)
+            number += 1
+        return number
+
+    assert asyncio.run(run()) > 3

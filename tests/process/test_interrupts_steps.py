@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from leftovers import left, opens_again
-from strikes import UNCLEAN, every
+from strikes import UNCLEAN, every, strikes
 
 import transfer_queue as tq
+from transfer_queue.dataloader import StreamingDataLoader, StreamingDataset
 from transfer_queue.errors import InvalidInput, UnknownRows
 
 ROWS = {"x": torch.arange(400.0).reshape(4, 100), "y": torch.arange(4)}
@@ -247,3 +249,47 @@ def test_rows_of_a_dump_are_there_once_when_they_are_loaded_again(
         return is_whole
 
     assert len(list(every(load, is_clean, step=STEP))) > 30
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_that_goes_on_has_the_batches_that_it_would_have_had(
+    client: tq.TransferQueueClient, num_workers: int
+) -> None:
+    """As the next micro-batch is asked for, which acknowledges the one before. Of a batch that was begun only the rest
+    is asked for: with rows that were acknowledged and not noted, the last batch would wait for more."""
+    client.put({"x": torch.arange(8)}, partition_id="p")
+    loader: Any = None
+
+    def begin() -> Iterator[Any]:
+        nonlocal loader
+        client.reset_consumption("p", "t")
+        dataset = StreamingDataset({}, 4, 2, ["x"], "p", "t")
+        loader = StreamingDataLoader(dataset, num_workers)
+        running = iter(loader)
+        assert rows(next(running)) == [0, 1]
+        return running
+
+    def rest() -> list[list[int]]:
+        found: list[list[int]] = []
+        for item in loader:
+            found.append(rows(item))
+            if found[-1] == [6, 7]:
+                break
+        return found
+
+    def rows(item: Any) -> list[int]:
+        return item[0]["x"].tolist()
+
+    def following() -> Any:
+        return next(running)
+
+    running, num_places = begin(), 0
+    for strike in strikes(following, threading.__file__, only="transfer_queue", step=3):
+        del running
+        if strike.result is None:
+            assert rest()[-3:] == [[2, 3], [4, 5], [6, 7]], strike.place
+        loader.close()
+        num_places += 1
+        running = begin()
+    loader.close()
+    assert num_places > 20

@@ -16,7 +16,7 @@ from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Session
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch
-from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, error_from_code
+from transfer_queue.errors import DeadlineExceeded, ServiceUnavailable, TransferQueueError, error_from_code
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
 
@@ -76,7 +76,8 @@ def split(
             empty = False
             yield found
     if empty:
-        acknowledge(client, Receipt(meta.service_id, meta.lease, meta.indexes.tobytes(), batch_index, True))
+        whole = Receipt(meta.service_id, meta.lease, meta.indexes.tobytes(), batch_index, True)
+        acknowledge(client, whole.ack(client.session))
 
 
 def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -86,14 +87,13 @@ def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.empty(0, np.int64)
 
 
-def acknowledge(client: TransferQueueClient, receipt: Receipt) -> bytes:
-    """Those of the rows that had been given back. Raises `LeaseExpired` when they went to somebody else meanwhile."""
-    session = client.session
-    ack = receipt.ack(session)
+def acknowledge(client: TransferQueueClient, ack: m.Ack | None) -> bytes:
+    """Those of the rows that had been given back. The same `ack` may be sent again: it has one outcome. Raises
+    `LeaseExpired` when they went to somebody else meanwhile."""
     if ack is None:
         return b""
-    note = noting(session, "ack")
-    reply: m.Lent = session.call(Call(ack))[0]
+    note = noting(client.session, "ack")
+    reply: m.Lent = client.session.call(Call(ack))[0]
     if note is not None:
         note.posted(ack)
     return reply.returned
@@ -101,44 +101,58 @@ def acknowledge(client: TransferQueueClient, receipt: Receipt) -> bytes:
 
 class Acks:
     """Acknowledgements of one stream: the answer to one is looked at before the next is sent, so that none is waited
-    for. Has a connection of its own; for one thread. Rows that had been given back are added to `returned`."""
+    for. Has a connection of its own; for one thread. Rows that had been given back are added to `returned`.
+
+    An interrupt anywhere in it loses nothing: `confirm_pending` goes on with what `begin` was given.
+    """
 
     def __init__(self, session: Session, returned: set[int]) -> None:
         self._session = session
         self._returned = returned
         self._connection: Connection | None = None
-        self._sent: m.Ack | None = None
+        self._begun: m.Ack | None = None
+        self._is_sent = False
 
-    def send(self, receipt: Receipt) -> None:
-        """Acknowledge. Raises `LeaseExpired` when the one before was refused; this one is not sent then."""
-        self.confirm_pending()
-        session = self._session
-        self._sent = receipt.ack(session)
-        if self._sent is None:
+    def begin(self, ack: m.Ack | None) -> None:
+        """From here on it is to be sent, or was; the one before is confirmed."""
+        self._begun = ack
+
+    def send(self) -> None:
+        """Send what was begun, and do not wait for the answer."""
+        ack, session = self._begun, self._session
+        if ack is None:
             return
         with contextlib.suppress(ServiceUnavailable):  # `confirm_pending` sends it again
             if self._connection is None:
                 self._connection = session.connect()
             note = noting(session, "ack")
-            self._connection.post(self._sent, None, session.timeout_s)
+            self._connection.post(ack, None, session.timeout_s)
+            self._is_sent = True
             if note is not None:
-                note.posted(self._sent)
+                note.posted(ack)
 
     def confirm_pending(self) -> None:
         """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""
-        sent, self._sent = self._sent, None
-        if sent is None:
+        ack = self._begun
+        if ack is None:
             return
         try:
-            if self._connection is None:
-                raise ServiceUnavailable("not sent")
-            reply, _ = self._connection.answer(sent, self._session.timeout_s)
-        except (ServiceUnavailable, DeadlineExceeded):
-            self.close()
-            reply, _ = self._session.call(Call(sent))  # under its number: it has one outcome
+            reply = self._outcome(ack)
+        except TransferQueueError:
+            self._begun = None
+            raise
+        self._begun = None
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
         self._returned.update(rows_in(reply.returned))
+
+    def _outcome(self, ack: m.Ack) -> Any:
+        is_sent, self._is_sent = self._is_sent, False  # where an interrupt strikes, part of the answer may be read
+        if is_sent and self._connection is not None:
+            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
+                return self._connection.answer(ack, self._session.timeout_s)[0]
+        self.close()
+        return self._session.call(Call(ack))[0]  # under its number: it has one outcome
 
     def close(self) -> None:
         if self._connection is not None:

@@ -3,6 +3,7 @@ the rows."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os
 import threading
@@ -21,8 +22,9 @@ from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
-from transfer_queue.errors import InvalidInput
+from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.sampler.base import whole_number
+from transfer_queue.wire import messages as m
 
 
 def identity(item: Any) -> Any:
@@ -191,6 +193,8 @@ class _Deliveries(Iterator[Any]):
         self._links = links
         self._items: deque[tuple[Any, Receipt]] = deque()
         self._in_hand: Receipt | None = None
+        self._ack: m.Ack | None = None
+        self._is_asked = False  # whether `_ack`, that of what is in hand, is to be answered
         self._closed = threading.Event()
         self._ended = self._told = False
         self._batches: Any = None
@@ -248,14 +252,22 @@ class _Deliveries(Iterator[Any]):
 
     def confirm_pending(self) -> None:
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
-        receipt, self._in_hand = self._in_hand, None
-        if receipt is not None and self._pid == os.getpid():
-            returned = acknowledge(self._client, receipt)
-            if receipt.is_last:
-                self._dataset.begin(receipt.batch_index + 1)
-            else:
-                self._dataset.begin(receipt.batch_index)
-                self._dataset.note_used(receipt, returned)
+        receipt = self._in_hand
+        if receipt is None or self._pid != os.getpid():
+            return
+        if not self._is_asked:
+            self._ack, self._is_asked = receipt.ack(self._client.session), True
+        try:
+            returned = acknowledge(self._client, self._ack)
+        except TransferQueueError:
+            self._in_hand, self._is_asked = None, False
+            raise
+        if receipt.is_last:
+            self._dataset.begin(receipt.batch_index + 1)
+        else:
+            self._dataset.begin(receipt.batch_index)
+            self._dataset.note_used(receipt, returned)
+        self._in_hand, self._is_asked = None, False
 
     def close(self) -> None:
         """End: the holder goes first, so that workers that wait for rows do so no longer.
@@ -268,6 +280,9 @@ class _Deliveries(Iterator[Any]):
         self._closed.set()
         if self._renewer is not None and self._renewer is not threading.current_thread():
             self._renewer.join()
+        if self._is_asked:  # the question was interrupted: what became of the rows is known nowhere else
+            with contextlib.suppress(TransferQueueError):
+                self.confirm_pending()
         self._holder.close()
         if self._told:
             self._links.turn.begin(0)

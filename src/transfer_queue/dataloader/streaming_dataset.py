@@ -295,17 +295,30 @@ class StreamingDataset(IterableDataset[Any]):
         self._confirm_pending(work)
         while True:
             if work.items is not None:
-                for found in work.items:
-                    work.in_hand, work.handed_at = found[1], time.monotonic()
-                    return found
-                work.items = None
+                try:
+                    for found in work.items:
+                        work.handed_at = time.monotonic()
+                        work.in_hand = found[1]
+                        return found
+                finally:
+                    if work.in_hand is None:  # whatever struck ended the iterator as well: the batch is split anew
+                        work.items = None
                 self.begin(self.batch_index + self._stride)
             batch = self._started(work.client, feed)
             if isinstance(batch, End):
                 work.end_acks()
                 return None
             size = min(self.micro_batch_size, max(1, len(batch[1])))  # fewer rows: the rest of a batch or partition
-            work.items = split(work.client, self.process_batch_fn, batch, size, self.batch_index)
+            work.items = self._unused(split(work.client, self.process_batch_fn, batch, size, self.batch_index))
+
+    def _unused(self, items: Iterable[tuple[Any, Receipt]]) -> Iterator[tuple[Any, Receipt]]:
+        """Without the micro-batches that were used before an interrupt, where a batch is split once more. Rows that the
+        consumer gave back come again."""
+        used = frozenset(self._used) - self._returned
+        for found in items:
+            rows = rows_in(found[1].rows)
+            if not rows or not used.issuperset(rows):
+                yield found
 
     def _started(self, client: TransferQueueClient, feed: Feed | Calling) -> Batch | End:
         """The batch `batch_index`, from the buffer or the service."""
@@ -336,20 +349,30 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _confirm_pending(self, work: Work) -> None:
         """The micro-batch in the consumer's hands was used."""
-        receipt, work.in_hand = work.in_hand, None
+        receipt = work.in_hand
         if receipt is None:
             return
+        acks, rows, ack = work.acks(), rows_in(receipt.rows), receipt.ack(work.client.session)
         try:
-            work.acks().send(receipt)
+            acks.confirm_pending()
+            self._returned.difference_update(rows)
+            acks.begin(ack)  # no interrupt comes between this and the next two
+            work.in_hand = None
+            self._used += rows
+            self._end_lease_in_buffer(receipt)
+            acks.send()
             if time.monotonic() - work.handed_at > (self.lease_s or LEASE_S) / 3:
-                work.confirm_pending()  # after so long it may be refused: know before going on
+                acks.confirm_pending()  # after so long it may be refused: know before going on
         except LeaseExpired:
-            work.items = iter(())  # the rest of the batch is lost as well
+            if work.in_hand is None:
+                del self._used[len(self._used) - len(rows) :]
+            work.items, work.in_hand = iter(()), None  # the rest of the batch is lost as well
             raise
-        self.note_used(receipt)
+
+    def _end_lease_in_buffer(self, receipt: Receipt) -> None:
+        """A batch that was used comes from the buffer without a lease, which the service does not know for ever."""
         position = (receipt.batch_index - self._first) // self._stride
         if receipt.is_last and receipt.lease and position < len(self.buffer):
-            # from the buffer it comes without a lease, which the service does not know for ever
             data, meta = self.buffer[position]
             kept = meta[:]
             kept.lease = 0
@@ -358,8 +381,8 @@ class StreamingDataset(IterableDataset[Any]):
     def begin(self, batch_index: int) -> None:
         """Deliver from this batch now."""
         if batch_index != self.batch_index:
-            self.batch_index = batch_index
-            self._forget_used()
+            self.batch_index, self._used = batch_index, []  # at once: they are rows of this batch
+            self._returned.clear()
 
     def _forget_used(self) -> None:
         self._used = []

@@ -275,7 +275,7 @@ class AsyncStream(_Streaming):
                 for item, receipt in self._micro_batches(batch):
                     self.meta = item[1]
                     yield self._form.of(item[0])
-                    dataset.note_used(receipt, await _acknowledge(client, receipt))
+                    await _use(dataset, client, receipt)
                 dataset.begin(dataset.batch_index + 1)
         finally:
             for helper in helpers:
@@ -346,6 +346,24 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
         if found is not None:
             return found
         waited_s += WAIT_S
+
+
+async def _use(dataset: StreamingDataset, client: TransferQueueClient, receipt: Receipt) -> None:
+    """Acknowledge, and note what was: also where this is cancelled meanwhile, as far as the service answers soon.
+
+    Raises `LeaseExpired` when the rows went to somebody else meanwhile.
+    """
+    acking = asyncio.ensure_future(_acknowledge(client, receipt))
+    try:
+        await asyncio.shield(acking)
+    except asyncio.CancelledError:
+        await asyncio.wait([acking], timeout=LEAVE_S)
+        raise
+    finally:
+        if not acking.done():
+            acking.cancel()
+        elif not acking.cancelled() and acking.exception() is None:
+            dataset.note_used(receipt, acking.result())
 
 
 async def _acknowledge(client: TransferQueueClient, receipt: Receipt) -> bytes:
