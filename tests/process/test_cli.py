@@ -71,6 +71,16 @@ def test_options_of_serve_count_beside_the_settings_of_its_file(tmp_path: Path) 
     assert port_of({"host": "127.0.0.1"}, "--token-file", str(token)) > 0
 
 
+@pytest.mark.parametrize("text", ["server:\n\thost: a\n", "server: [1", "server: {host: '${'}", "server: 1\nserver: 2"])
+def test_a_file_that_is_no_yaml_of_settings_is_named_without_a_traceback(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    refused = tq("serve", "--config", str(file))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"tq: --config: {file} is no YAML of settings: ")
+    assert len(refused.stderr.splitlines()) == 1
+
+
 def test_a_port_of_serve_that_nobody_listens_at_is_refused(tmp_path: Path) -> None:
     refused = tq("serve", "--run-dir", str(tmp_path / "run"), "--port", "7000")
     assert refused.returncode == 2

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from transfer_queue.errors import ConfigError
+
 RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
 
 
@@ -69,9 +71,16 @@ def merged(conf: Path | None) -> Any:
     """The settings of a file over the defaults."""
     from transfer_queue import config as settings
 
-    given: dict[str, Any] = {}
-    if conf is not None:
-        from omegaconf import OmegaConf
+    return settings.merged({} if conf is None else _read(conf))
 
-        given = OmegaConf.to_container(OmegaConf.load(conf))
-    return settings.merged(given)
+
+def _read(conf: Path) -> Any:
+    """What a file of settings holds. Raises `ConfigError` where that is no YAML, with the line."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(conf))
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config: {conf} is no YAML of settings: {' '.join(str(error).split())}") from error
