@@ -34,9 +34,9 @@ def tq(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def served(run_dir: str) -> Iterator[Forked]:
+def served(run_dir: str, *options: str) -> Iterator[Forked]:
     """A standalone service, ended by SIGTERM."""
-    server = CHILDREN.start(["-c", CODE, "serve", "--run-dir", run_dir], ENVIRONMENT)
+    server = CHILDREN.start(["-c", CODE, "serve", "--run-dir", run_dir, *options], ENVIRONMENT)
     with server.stdin, server.stdout:
         assert json.loads(server.stdout.readline())["unix"] == f"{os.path.abspath(run_dir)}/tq.sock"
         try:

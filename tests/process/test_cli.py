@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,42 @@ def test_errors_are_one_line_without_a_traceback() -> None:
     assert open_port.returncode == 1
     assert "token" in open_port.stderr
     assert "Traceback" not in missing.stderr + open_port.stderr
+
+
+def test_options_of_serve_count_beside_the_settings_of_its_file(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef")
+    file = tmp_path / "settings.yaml"
+    server = {"host": "127.0.0.1", "port": 1, "token_file": str(token)}
+
+    def port_of(settings: dict[str, object], *options: str) -> int:
+        file.write_text(json.dumps({"server": settings}))
+        with commands.served(str(tmp_path / "run"), "--config", str(file), *options):
+            shown = json.loads(tq("status", "--address", str(tmp_path / "run"), "--json").stdout)
+        return int(str(shown["tcp"]).rpartition(":")[2])
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    assert port_of(server, "--port", str(free)) == free
+    assert port_of({**server, "port": free}, "--host", "127.0.0.1") == free
+    assert port_of({"host": "127.0.0.1"}, "--token-file", str(token)) > 0
+
+
+@pytest.mark.parametrize("text", ["server:\n\thost: a\n", "server: [1", "server: {host: '${'}", "server: 1\nserver: 2"])
+def test_a_file_that_is_no_yaml_of_settings_is_named_without_a_traceback(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    refused = tq("serve", "--config", str(file))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"tq: --config: {file} is no YAML of settings: ")
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_a_port_of_serve_that_nobody_listens_at_is_refused(tmp_path: Path) -> None:
+    refused = tq("serve", "--run-dir", str(tmp_path / "run"), "--port", "7000")
+    assert refused.returncode == 2
+    assert "Invalid value for --port: nothing listens to the network without --host" in refused.stderr
 
 
 def test_dead_letters_are_shown_and_queued_again(served: str) -> None:

@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from zygote import CHILDREN
 
 import transfer_queue as tq
 from transfer_queue.errors import ConfigError
+from transfer_queue.weights import Control, ModuleSource, Receiver, Swap
+from transfer_queue.weights.http import serve
+from transfer_queue.weights.transport import registry
 from transfer_queue.wire.address import parse_address
 
 GOOD = "0123456789abcdef"
@@ -57,6 +61,17 @@ def test_a_short_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"^TQ_TOKEN: a token of 6 characters") as caught:
         tq.init({"address": "tcp:127.0.0.1:1"})
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_a_short_token_serves_no_weights_to_other_hosts(host: str) -> None:
+    receiver = Receiver(Swap(torch.nn.Linear(1, 1)))
+    control = Control(registry.engine("tcp")(receiver), receiver)
+    with pytest.raises(ConfigError, match=r"^token: a token of 15 characters can be guessed"):
+        serve(control, host, token=GOOD[1:])
+    info = {"host": host, "token": GOOD[1:]}
+    with pytest.raises(ConfigError, match=r"^token: a token of 15 characters can be guessed"):
+        registry.trainer("tcp").trainer_init(info, client=control, source=ModuleSource(torch.nn.Linear(1, 1)))
 
 
 @pytest.mark.parametrize("content", [None, b"\xff" * 32])

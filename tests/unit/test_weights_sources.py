@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +247,24 @@ def test_a_view_of_other_values_over_the_same_memory_is_a_tensor_of_its_own() ->
 def test_a_nested_tensor_is_refused() -> None:
     with pytest.raises(UnsupportedValue, match="plain dense"):
         StateDictSource({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "named"),
+    [
+        (lambda net, engine: StateDictSource(net), r"ModuleSource\(module\)"),
+        (lambda net, engine: ModuleSource(net.state_dict()), r"a torch\.nn\.Module is expected, got a OrderedDict"),
+        (lambda net, engine: InPlace(net.state_dict()), r"a torch\.nn\.Module is expected"),
+        (lambda net, engine: Receiver(net), r"a target is expected, such as Swap\(module\), got a Net"),
+        (lambda net, engine: engine.trainer_init({}, client="", source=net), r"source is a Net: give Module"),
+        (lambda net, engine: engine.trainer_init({}, client="", source=net.state_dict()), "give .*StateDictSource"),
+        (lambda net, engine: engine.trainer_init({}, client="http://a:1", source=ModuleSource(net)), "client is a str"),
+        (lambda net, engine: engine.trainer_init({}, client=None, source=ModuleSource(net)), "client"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_what_is_mistaken_for_a_source_a_client_or_a_target_is_refused_with_what_to_give(
+    mistaken: Callable[[Any, Any], object], named: str, kind: str
+) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        mistaken(Net(), registry.trainer(kind))

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from transfer_queue.errors import ConfigError
+
 RunDir = Annotated[str | None, typer.Option(help="Directory of the sockets (mode 0700); others attach by naming it.")]
 
 
@@ -14,7 +16,7 @@ def serve(
     run_dir: RunDir = None,
     conf: Annotated[Path | None, typer.Option("--config", help="YAML over the defaults of config.yaml.")] = None,
     host: Annotated[str | None, typer.Option(help="Serve TCP on this address too; needs a token.")] = None,
-    port: Annotated[int, typer.Option(help="TCP port; 0 takes any free one.")] = 0,
+    port: Annotated[int | None, typer.Option(help="TCP port at --host; 0, the default, takes any free one.")] = None,
     journal: Annotated[
         str | None,
         typer.Option(help="Directory of a journal: the rows outlive the machine, and those that are in it come back."),
@@ -40,13 +42,15 @@ def serve(
 
     settings.warn_of_slips()
     full = merged(conf)
-    if host is not None or join is not None:
-        full.server.host, full.server.port, full.server.join = host, port, join
-        full.server.token_file = None if token_file is None else str(token_file)
-    if journal is not None:
-        full.server.journal_dir = journal
-    if unit_token_file is not None:
-        full.server.unit_token_file = str(unit_token_file)
+    options = {
+        "host": host, "port": port, "join": join, "journal_dir": journal,
+        "token_file": token_file and str(token_file), "unit_token_file": unit_token_file and str(unit_token_file),
+    }  # fmt: skip
+    for name, given in options.items():
+        if given is not None:  # the file's settings stay where there is no option
+            full.server[name] = given
+    if port is not None and not (full.server.host or full.server.join):
+        raise typer.BadParameter("nothing listens to the network without --host", param_hint="--port")
     named = settings.run_dir(run_dir or full.run_dir)
     config = settings.server_config(full, named or local.new_run_dir(), owner_pid=0)
     from transfer_queue.server.process import serve as serve_here
@@ -67,9 +71,16 @@ def merged(conf: Path | None) -> Any:
     """The settings of a file over the defaults."""
     from transfer_queue import config as settings
 
-    given: dict[str, Any] = {}
-    if conf is not None:
-        from omegaconf import OmegaConf
+    return settings.merged({} if conf is None else _read(conf))
 
-        given = OmegaConf.to_container(OmegaConf.load(conf))
-    return settings.merged(given)
+
+def _read(conf: Path) -> Any:
+    """What a file of settings holds. Raises `ConfigError` where that is no YAML, with the line."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(conf))
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config: {conf} is no YAML of settings: {' '.join(str(error).split())}") from error

@@ -17,7 +17,7 @@ def token_from_environment(name: str = "TQ_TOKEN") -> str:
     """
     token = os.environ.get(name, "")
     if token:
-        return _checked(token, name)
+        return checked_token(token, name)
     path = os.environ.get(f"{name}_FILE", "")
     return token_from_file(path, f"{name}_FILE") if path else ""
 
@@ -32,10 +32,11 @@ def token_from_file(path: str, name: str) -> str:
         raise ConfigError(f"{name}: no token can be read from {path}: {error}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{name}: others may read or change the token in {path} (mode {mode:o}): chmod 600 {path}")
-    return _checked(token, f"{name}: {path}")
+    return checked_token(token, f"{name}: {path}")
 
 
-def _checked(token: str, name: str) -> str:
+def checked_token(token: str, name: str) -> str:
+    """`token`, of the setting or argument `name`. Raises `ConfigError` for one that can be guessed."""
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
             f"{name}: a token of {len(token)} characters can be guessed; take {MIN_TOKEN_LENGTH} or more at random, "

@@ -341,7 +341,9 @@ class Control:
 
     def _generating(self) -> Pauses:
         if self._pauses is None:
-            raise NotSupported("this server's generation cannot be paused or aborted")
+            raise NotSupported(
+                "generation cannot be paused or aborted here: the Control was given no `generation` (Gate)"
+            )
         return self._pauses
 
     @contextmanager

@@ -16,7 +16,7 @@ from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http.extra import lacking
 from transfer_queue.weights.http.server import control_app
 from transfer_queue.wire.address import advertised, is_loopback
-from transfer_queue.wire.token import token_from_environment
+from transfer_queue.wire.token import checked_token, token_from_environment
 
 try:
     import uvicorn
@@ -78,12 +78,14 @@ def serve(
     """Serve until `close` (port 0: any free one). `limits` are those of `control_app`.
 
     `token` None: the one of the environment (`TQ_TOKEN`, `TQ_TOKEN_FILE`), or a random one. "": none, on the loopback
-    interface only. `ConfigError` when it cannot listen there.
+    interface only, as one of fewer than 16 characters. `ConfigError` for others, and when it cannot listen there.
     """
     if token is None:
         token = token_from_environment() or secrets.token_urlsafe(32)
     if not token and not is_loopback(host):
         raise ConfigError(f"{host} can be reached by others: serving there needs a token")
+    if not is_loopback(host):
+        checked_token(token, "token")
     return HttpServer(control_app(control, token, **limits), host, port, token)
 
 

@@ -131,6 +131,8 @@ class Receiver:
     def __init__(
         self, target: Target, *, adapter: AdapterSink | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        if not isinstance(target, Target):
+            raise InvalidInput(f"a target is expected, such as Swap(module), got a {type(target).__qualname__}")
         self._target = target
         self._adapter = adapter
         self._clock = clock

@@ -34,7 +34,7 @@ from transfer_queue.weights.receive.stand_ins import Exchange
 from transfer_queue.weights.version.delta import Patch
 from transfer_queue.weights.version.manifest import Contents
 from transfer_queue.weights.version.plans import Wants
-from transfer_queue.weights.version.sources import named_weights, ties
+from transfer_queue.weights.version.sources import check_module, named_weights, ties
 from transfer_queue.weights.version.tensor_memory import copies, upload_all, write
 from transfer_queue.weights.version.threads import helpers_called
 
@@ -127,6 +127,7 @@ class _ModuleTarget(Target):
     """
 
     def __init__(self, module: torch.nn.Module, *, strict: bool = True, cast: bool = False) -> None:
+        check_module(module)
         self._module = module
         self._strict = strict
         self._cast = cast

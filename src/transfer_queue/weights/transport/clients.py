@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from transfer_queue.errors import StaleBase, TransferQueueError
+from transfer_queue.errors import InvalidInput, StaleBase, TransferQueueError
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.receive.status import ServerStatus
 
@@ -34,6 +34,15 @@ class Client(Protocol):
     def update_weights(self, update_info: dict[str, Any]) -> object: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> object: ...
+
+
+def check_client(client: object) -> None:
+    """Refuse an URL, an engine or a list of servers in the place of a client. vLLM's `LLM` has the calls, too."""
+    if not callable(getattr(client, "init_weight_transfer_engine", None)):
+        raise InvalidInput(
+            f"client is a {type(client).__qualname__}: give WeightSyncClient(urls, token), Control(engine, receiver), "
+            "a Fleet, or another object with vLLM's calls"
+        )
 
 
 class Partial(ABC):

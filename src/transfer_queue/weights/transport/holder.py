@@ -34,7 +34,7 @@ from transfer_queue.weights.transport.version_store import LastAsked
 from transfer_queue.weights.version.anchor import CellChanges, VersionAnchor
 from transfer_queue.weights.version.sealing import PackedCells
 from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import WeightSource, parts_of, table_of
+from transfer_queue.weights.version.sources import WeightSource, check_source, parts_of, table_of
 
 
 class HeldBuckets:
@@ -115,6 +115,7 @@ class Holder:
     """
 
     def __init__(self, info: Any, meet: str, token: str, source: WeightSource) -> None:
+        check_source(source)
         start_as_told()
         self.info = info
         self._source = source

@@ -61,6 +61,7 @@ from transfer_queue.weights.version.sources import (
 )
 from transfer_queue.weights.version.tensor_memory import room, warm
 from transfer_queue.wire.address import Address, candidates, is_loopback
+from transfer_queue.wire.token import checked_token
 
 NUM_STREAMS = 2
 NUM_SHARED = 64  # buckets of a version that receivers give each other, about: each goes on once it is whole
@@ -133,6 +134,8 @@ class TcpTrainer(TrainerEngine):
     init_form = TcpTrainerInfo
 
     def __init__(self, info: TcpTrainerInfo, client: Client, source: WeightSource) -> None:
+        if info.token and not is_loopback(info.host):
+            checked_token(info.token, "token")
         super().__init__(info, client, source)
         self.token = info.token or secrets.token_urlsafe(24)
         self.store = TensorStore(info.keep)

@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.adapter_calls import AdapterCalls
-from transfer_queue.weights.transport.clients import Client, Follower, Partial, missed_by
+from transfer_queue.weights.transport.clients import Client, Follower, Partial, check_client, missed_by
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
@@ -52,7 +52,7 @@ from transfer_queue.weights.transport.ticket import PackedVersion, PublishTicket
 from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.plans import ShardPlan, plan_pieces
 from transfer_queue.weights.version.shard_table import ShardTable
-from transfer_queue.weights.version.sources import SHARDED, WeightSource
+from transfer_queue.weights.version.sources import SHARDED, WeightSource, check_source
 
 log = logging.getLogger("transfer_queue.weights")
 ABORT_S = 2.0  # how long telling receivers that an update is off may take beyond its deadline
@@ -67,6 +67,7 @@ class TrainerEngine(AdapterCalls):
     _can_publish: ClassVar[bool] = True  # once it is packed, the weights may change
 
     def __init__(self, info: Any, client: Client, source: WeightSource) -> None:
+        check_source(source)
         if info.anchor_every < 1:
             raise InvalidInput(f"a full version every {info.anchor_every}")
         if getattr(source, "is_sharded", False) and getattr(info, "world", 1) == 1:
@@ -100,6 +101,7 @@ class TrainerEngine(AdapterCalls):
         """Open the transport and introduce the receivers to it, within the `timeout_s` of `init_info`."""
         made = cls(parse(init_info, cls.init_form), client, source)
         try:
+            check_client(client)
             deadline = Deadline(made.info.timeout_s)
             if isinstance(client, Follower):
                 client.follow(made)

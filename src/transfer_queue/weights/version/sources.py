@@ -59,6 +59,20 @@ class WeightSource(Protocol):
         """Further names of the tensors (tied weights): alias -> name."""
 
 
+def check_source(source: object) -> None:
+    """Refuse a module or a state dict in the place of a source."""
+    if not callable(getattr(source, "specs", None)):
+        raise InvalidInput(
+            f"source is a {type(source).__qualname__}: give ModuleSource(module), StateDictSource(tensors) or a source "
+            "of your own"
+        )
+
+
+def check_module(module: object) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise InvalidInput(f"a torch.nn.Module is expected, got a {type(module).__qualname__}")
+
+
 @runtime_checkable
 class ShardSource(WeightSource, Protocol):
     """A source that gives what this rank holds, where it may be one of several."""
@@ -79,6 +93,8 @@ class StateDictSource:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
+        if isinstance(tensors, torch.nn.Module):
+            raise InvalidInput("a mapping of tensors is expected, got a module: give ModuleSource(module)")
         for name, tensor in tensors.items():
             check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
         self._called = called = new_names(list(tensors), rename)
@@ -125,6 +141,7 @@ class ModuleSource(StateDictSource):
     """
 
     def __init__(self, module: torch.nn.Module, *, rename: Rename | None = None) -> None:
+        check_module(module)
         self._module = module
         super().__init__(named_weights(module), rename=rename)
         _ = self._first_shapes  # now: those of a tensor may change
