@@ -109,6 +109,27 @@ def test_a_trainer_hears_who_took_over_between_its_version_and_the_commit(kind: 
     site.close()
 
 
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_server_that_was_started_anew_and_met_a_trainer_of_before_comes_back_to_the_one_that_followed(
+    kind: str,
+) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    site.trainers.append(site.start())
+    site.send(2, trainer=1)
+    pipe.restart()
+    site.send(3)  # it was frozen, and nobody has told it
+    with pytest.raises(NotInitialized, match="was not introduced here"):
+        site.send(4, trainer=1)
+    site.send(4, trainer=1)
+    assert pipe.root() == expected(4)
+    with pytest.raises(WrongEpoch, match="took over"):
+        site.send(5)
+    assert pipe.root() == expected(4)
+    pipe.engine.shutdown()
+    site.close()
+
+
 def test_a_server_that_is_started_anew_again_while_it_is_brought_up_takes_the_next_adapter() -> None:
     server: Any = Server("tcp")
     site = Site(server, "tcp")
