@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -33,7 +34,7 @@ from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
 from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
 from transfer_queue.weights.transport.tcp import TcpEngine
-from transfer_queue.weights.transport.version_folders import writing
+from transfer_queue.weights.transport.version_folders import LATEST, newest_name, point_to, retain, writing
 
 ROOM_S = 20.0
 
@@ -415,6 +416,31 @@ def on_a_small_disk(child: Any, tmp_path: Path, steps: str) -> str:
     if found == "not permitted":
         pytest.skip("only root may mount a small file system")
     return found
+
+
+def test_several_that_have_latest_name_their_versions_do_not_meet(tmp_path: Path) -> None:
+    """As a trainer does, and a checkpoint that is saved to its folder."""
+    names = [f"v{number:012}-run" for number in range(4)]
+
+    def name_it(name: str) -> None:
+        (tmp_path / name).mkdir()
+        for _ in range(200):
+            point_to(tmp_path / name, sync=False)
+            assert newest_name(tmp_path / LATEST) in names
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(name_it, names))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [LATEST, *names]
+
+
+def test_a_version_that_somebody_else_had_latest_name_stays_however_few_are_kept(tmp_path: Path) -> None:
+    mine, older, others = (tmp_path / name for name in ("v000000000002-a", "v000000000001-a", "v000000000009-b"))
+    for folder in (mine, older, others):
+        folder.mkdir()
+        (folder / "lease").touch()
+    point_to(others)
+    retain(mine, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, mine.name, others.name]
 
 
 def test_a_full_disk_gives_up_the_version_and_the_next_one_is_taken_once_there_is_room(

@@ -277,6 +277,21 @@ def test_a_trainer_that_is_started_anew_is_followed(site: Callable[..., Site]) -
     assert has(there, other.weights)
 
 
+def test_a_trainer_that_is_started_anew_under_the_same_name_is_followed_to_the_same_number(
+    site: Callable[..., Site],
+) -> None:
+    one = site(run_id="run")
+    there = ArchiveSource(one.archive)
+    one.send()
+    there.advance(timeout_s=DEADLINE_S)
+    other = site(run_id="run")
+    other.weights["second.bias"] += 2
+    other.send()
+    assert there.advance(timeout_s=DEADLINE_S)
+    assert has(there, other.weights)
+    assert not there.advance(timeout_s=DEADLINE_S)
+
+
 def test_a_trainer_whose_clock_is_behind_the_one_before_is_followed(
     site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from fleets import SEND_S, Server, Source, expected
 from weights import Direct, Net, copy_of, root
 
-from transfer_queue.errors import DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
+from transfer_queue.errors import Aborted, DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
 from transfer_queue.weights import Receiver, StateDictSource, Swap
 from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
@@ -104,6 +104,41 @@ def test_a_trainer_hears_who_took_over_between_its_version_and_the_commit(kind: 
         site.send(2)
     assert pipe.root() == expected(1)
     site.send(3, trainer=1)
+    assert pipe.root() == expected(3)
+    pipe.engine.shutdown()
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_server_that_was_started_anew_and_met_a_trainer_of_before_comes_back_to_the_one_that_followed(
+    kind: str,
+) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    site.trainers.append(site.start())
+    site.send(2, trainer=1)
+    pipe.restart()
+    site.send(3)  # it was frozen, and nobody has told it
+    with pytest.raises(NotInitialized, match="was not introduced here"):
+        site.send(4, trainer=1)
+    site.send(4, trainer=1)
+    assert pipe.root() == expected(4)
+    with pytest.raises(WrongEpoch, match="took over"):
+        site.send(5)
+    assert pipe.root() == expected(4)
+    pipe.engine.shutdown()
+    site.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_trainer_hears_of_a_server_that_joined_the_version_before_in_place_of_its_commit(kind: str) -> None:
+    pipe = Pipe(kind)
+    site = Site(pipe, kind)
+    pipe.after_update = lambda: pipe.engine.join(timeout_s=SEND_S)
+    with pytest.raises(Aborted, match="was joined here"):
+        site.send(2)
+    assert pipe.root() == expected(1)
+    site.send(3)
     assert pipe.root() == expected(3)
     pipe.engine.shutdown()
     site.close()

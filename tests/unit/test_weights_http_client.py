@@ -214,10 +214,22 @@ def test_a_peer_that_does_not_answer_costs_no_more_than_the_deadline(peer: tuple
         assert 0.25 < time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("urls", ["", "127.0.0.1:80", "ftp://x", [], ["http://a", "http://a"]])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "", "127.0.0.1:80", "ftp://x", [], ["http://a", "http://a"], "http://a:PORT", "http://a:65536", "http://[::1",
+        "http://a b:80", f"http://{'a' * 64}:80", "http://a..b", "http://a/é",
+    ],
+)  # fmt: skip
 def test_urls_that_cannot_be(urls: str | list[str]) -> None:
     with pytest.raises(ConfigError):
         WeightSyncClient(urls)
+
+
+def test_addresses_of_ipv6_are_urls_of_servers() -> None:
+    assert [one.host for one in WeightSyncClient(["http://[fe80::abcd]", "http://[::1]:80"])._peers] == [
+        "fe80::abcd", "::1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("token", ["é", "a\r\nX: y", " a", "a\x00"])

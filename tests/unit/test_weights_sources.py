@@ -11,7 +11,7 @@ import pytest
 import torch
 from weights import Net, copy_of, drawn, same
 
-from transfer_queue.errors import InvalidInput, UnsupportedValue
+from transfer_queue.errors import InvalidInput, ShapeMismatch, UnsupportedValue
 from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
@@ -26,11 +26,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Seen(StateDictSource):
-    """Notes who reads it, and how: once for each tensor, and once when a reading begins."""
+    """Notes who reads it, and how: once for each tensor, and once when a reading begins, and comes to its end."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(weights)
-        self.num_begun = 0
+        self.num_begun = self.num_ended = 0
         self.threads: set[int] = set()
         self.with_gradients: set[bool] = set()
 
@@ -40,6 +40,7 @@ class Seen(StateDictSource):
             self.threads.add(threading.get_ident())
             self.with_gradients.add(torch.is_grad_enabled())
             yield found
+        self.num_ended += 1
 
 
 class Direct:
@@ -56,7 +57,7 @@ class Direct:
 
 
 def assert_read_here(source: Seen, times: int = 1) -> None:
-    assert source.num_begun == times
+    assert (source.num_begun, source.num_ended) == (times, times)
     assert source.threads == {threading.get_ident()}
     assert source.with_gradients == {False}
 
@@ -122,6 +123,32 @@ def test_differences_need_no_second_reading_nor_do_receivers_that_lack_their_bas
         assert kinds == ["full", "delta", "delta", "full"]
         assert_read_here(source, 4)
         assert same(copy_of(module), weights)
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("anchor_every", [1, 3])
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_source_that_gives_more_than_it_said_is_refused(name: str, anchor_every: int) -> None:
+    class More(StateDictSource):
+        extra = False
+
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from super().tensors()
+            if self.extra:
+                yield "unheard_of", torch.ones(3)
+
+    source, engine = More(drawn(Net(), 1)), registry.engine(name)(Receiver(InPlace(Net())))
+    info = {"anchor_every": anchor_every}
+    trainer = registry.trainer(name).trainer_init(info, client=Direct(engine), source=source)
+    try:
+        trainer.send_weights(deadline_s=DEADLINE_S)
+        source.extra = True
+        with pytest.raises(ShapeMismatch, match="'unheard_of' beyond"):
+            trainer.send_weights(deadline_s=DEADLINE_S)
+        source.extra = False
+        assert trainer.send_weights(deadline_s=DEADLINE_S).version == 2
     finally:
         engine.shutdown()
         trainer.shutdown()

@@ -46,6 +46,7 @@ class ArchiveSource:
         self.run_id = ""
         self.root = ""
         self.num_fetched_nbytes = 0  # of buckets
+        self._key = ""  # of its manifest
         self._contents: Contents = {}
         self._aliases: dict[str, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -91,6 +92,10 @@ class ArchiveSource:
 
     def _path(self, deadline: Deadline) -> list[ArchivedVersion]:
         entries = self._archive.entries(timeout_s=deadline.left("listing"))
+        keys = {one.key for one in entries if one[:3] == entries[-1][:3]}
+        has_number = bool(entries) and (entries[-1].run_id, entries[-1].version) == (self.run_id, self.version)
+        if has_number and self._key not in keys:  # of a trainer that was started anew under the name that it had
+            return path_to_newest(entries, "", None)
         return path_to_newest(entries, self.run_id, self.version)
 
     def _take(self, path: list[ArchivedVersion], deadline: Deadline) -> TransferQueueError | None:
@@ -140,3 +145,4 @@ class ArchiveSource:
                 tensors[name] = value
         self._tensors, self._contents, self._aliases = tensors, contents, dict(aliases)
         self.version, self.run_id, self.root = manifest.version, manifest.epoch, manifest.root
+        self._key = manifest.key

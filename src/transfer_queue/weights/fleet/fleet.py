@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from transfer_queue.errors import (
     DeadlineExceeded,
@@ -81,8 +81,11 @@ class Fleet(Follower):
         heartbeat_s: float = HEARTBEAT_S,
         queue: ReplicaBoard | None = None,
     ) -> None:
-        if min_ready is not None and min_ready < 1:
-            raise InvalidInput(f"at least {min_ready} replicas ready")
+        if min_ready is not None and not (isinstance(min_ready, int) and min_ready >= 1):
+            raise InvalidInput(f"at least {min_ready!r} replicas ready")
+        for name, mode in (("pause", pause), ("fence", fence)):
+            if mode is not None and mode not in get_args(Mode):
+                raise InvalidInput(f"{name}={mode!r}: give one of {', '.join(get_args(Mode))}, or None")
         self.pause, self.clear_cache, self.fence_mode = pause, clear_cache, fence
         self.call_timeout_s, self.catch_up_timeout_s = checked_s(call_timeout_s, 0), checked_s(catch_up_timeout_s, 0)
         self.heartbeat_s = checked_s(heartbeat_s, 0)

@@ -46,12 +46,17 @@ class HttpPeer(NamedTuple):
 
     @staticmethod
     def of(url: str, token: str) -> HttpPeer:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+            http.client.HTTPConnection(host, port or 80)  # connects nobody yet
+            (host.encode("idna"), parts.path.encode("ascii"))
+        except (ValueError, http.client.InvalidURL) as error:
+            raise ConfigError(f"{url!r} is not the URL of a server: {error}") from None
+        if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{url!r} is not the URL of a server")
         secure = parts.scheme == "https"
-        port = parts.port or (443 if secure else 80)
-        return HttpPeer(url, parts.hostname, port, secure, parts.path.rstrip("/"), token)
+        return HttpPeer(url, host, port or (443 if secure else 80), secure, parts.path.rstrip("/"), token)
 
     def optional(self, path: str, timeout_s: float, more: Mapping[str, str]) -> None:
         """POST to a route that the server need not have."""

@@ -24,6 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from transfer_queue.errors import (
+    Aborted,
     NotInitialized,
     NotOpen,
     ServiceUnavailable,
@@ -76,6 +77,7 @@ class Engine(ABC):
         self._busy = threading.Lock()
         self._is_introduced = False  # to a trainer
         self._is_called_off = False  # by the trainer, since the last start
+        self._is_displaced = False  # what it was to commit since then, by another version that was joined
         self._whole: Manifest | None = None  # what is installed, as a full version
 
     def confine(self, root: str = "") -> None:
@@ -115,7 +117,7 @@ class Engine(ABC):
     def start_weight_update(self) -> None:
         """`NotInitialized` before a trainer was introduced: the trainer does that then, and starts again."""
         with self._busy, self._fault():
-            self._is_called_off = False
+            self._is_called_off = self._is_displaced = False
             self._expect_introduced()
             self.receiver.begin()
             self._ended()
@@ -231,6 +233,7 @@ class Engine(ABC):
 
     @system_faults()
     def _install(self, find: Callable[[Deadline], Manifest], deadline: Deadline) -> VersionInfo:
+        expected = self.ready
         self._drop("joining")
         try:
             with activity("fetch_weights") as about:
@@ -241,6 +244,7 @@ class Engine(ABC):
         except BaseException:  # an interrupt must not leave it open
             self._drop("joining failed")
             raise
+        self._is_displaced |= expected not in ("", self.outcome.key)
         return self.receiver.installed()
 
     def _report_to(self, info: InitInfo) -> None:
@@ -308,6 +312,8 @@ class Engine(ABC):
         if self._is_called_off:
             return
         self._expect_introduced()
+        if self._is_displaced:
+            raise Aborted("another version was joined here before this one was committed")
         if last is None or last.end is UpdateEnd.COMMITTED:
             return
         raise error_from_code(self.outcome.code, self.outcome.text) if self.outcome.code else last.error()

@@ -457,6 +457,7 @@ class TrainerEngine(AdapterCalls):
         except BaseException as error:  # an interrupt must not leave it open at the receivers
             self._retreat(draft, manifest, earlier, is_open)
             self._estranged |= self._num_silent > 0 and isinstance(error, DeadlineExceeded)  # who reports nothing
+            self._estranged |= isinstance(error, NotInitialized)  # another run was introduced to who was started anew
             raise
         times.append(time.monotonic())
         if draft.adapter is None:

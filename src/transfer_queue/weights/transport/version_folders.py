@@ -94,8 +94,8 @@ def flush(file: IO[bytes], sync: bool = True) -> None:
 
 
 def point_to(final: Path, sync: bool = True) -> None:
-    """Have LATEST, beside the folder of a version, name it."""
-    temporary = final.parent / f"{TEMPORARY}{LATEST}"
+    """Have LATEST, beside the folder of a version, name it. Others may do that for theirs at the same time."""
+    temporary = final / f"{TEMPORARY}{LATEST}"
     with writing(final.parent):
         try:
             with open(temporary, "wb") as file:
@@ -142,8 +142,9 @@ def leased(folder: Path, kind: int) -> Iterator[None]:
 
 
 def retain(newest: Path, keep: int) -> None:
-    """Delete all versions but `newest` and the `keep` - 1 before it, as far as nobody reads them. Those of its run are
-    in the order of their numbers, as a clock may have been put back; before them others, by when they were written."""
+    """Delete all versions but `newest` and the `keep` - 1 before it, as far as nobody reads them, and not the one that
+    somebody else had LATEST name meanwhile. Those of its run are in the order of their numbers, as a clock may have
+    been put back; before them others, by when they were written."""
     run = newest.name.partition("-")[2]
 
     def age(path: Path) -> tuple[bool, int, str]:
@@ -152,8 +153,12 @@ def retain(newest: Path, keep: int) -> None:
 
     others = (path for path in newest.parent.glob("v*-*") if path.is_dir() and path != newest)
     found = [*sorted(others, key=age), newest]
+    named = newest.name
+    with contextlib.suppress(TransferQueueError):
+        named = newest_name(newest.parent / LATEST)
     for folder in found[: -max(keep, 1)]:
-        remove_version(folder)
+        if folder.name != named:
+            remove_version(folder)
 
 
 def remove_leftovers(root: Path) -> None:

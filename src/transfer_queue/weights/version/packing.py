@@ -106,6 +106,8 @@ def _pack(source: WeightSource, where: Plan, buffers: Sequence[torch.Tensor]) ->
             found = filling.end()
             if bucket + 1 < len(by_bucket):
                 filling.fill(by_bucket[bucket + 1], tensors, buffers[(bucket + 1) % 2])
+            else:
+                read_to_end(tensors)
             yield Packed(bucket, buffers[bucket % 2][:nbytes], found)
 
 
@@ -117,7 +119,15 @@ def pack_into(source: WeightSource, where: Plan, places: Sequence[torch.Tensor])
         filling = _Filling(helpers, AHEAD_NBYTES)
         for found, data in zip(where.by_bucket(), places, strict=True):
             filling.fill(found, tensors, data)
+        read_to_end(tensors)
         return filling.end()
+
+
+def read_to_end(tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """A source that has given all that was expected may have more to do, such as letting go of what it gathered.
+    `ShapeMismatch` when it gives something else."""
+    for name, _ in tensors:
+        raise ShapeMismatch(f"the source gave {name!r} beyond what it said it would give")
 
 
 class _Filling:

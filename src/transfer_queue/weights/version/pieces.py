@@ -17,7 +17,7 @@ from transfer_queue.weights.version.columns import ends_of, numbered, numbered_r
 from transfer_queue.weights.version.device import ready, wait_until
 from transfer_queue.weights.version.digest import STEP_NBYTES, copy_and_digest, digest_of
 from transfer_queue.weights.version.manifest import Manifest
-from transfer_queue.weights.version.packing import copy_written
+from transfer_queue.weights.version.packing import copy_written, read_to_end
 from transfer_queue.weights.version.plans import CellPlace, ShardPlan, Wants
 from transfer_queue.weights.version.sealing import ShardDigests
 from transfer_queue.weights.version.sharded import TensorShard
@@ -56,6 +56,7 @@ def read_shards(
         if (name, tensor.dtype, tuple(tensor.shape)) != (shard.name, shard.dtype, shard.box.lengths):
             raise ShapeMismatch(f"the source gave {name!r} {tensor.dtype} {list(tensor.shape)} instead of {shard}")
         yield shard, tensor, places
+    read_to_end(tensors)
 
 
 def _pack_shard(
