@@ -305,6 +305,19 @@ def test_a_rank_that_goes_on_when_others_have_ended_gets_all_of_its_shares(ahead
         assert (box.use(1, 1, used=1, session=b"on"), box.ask(1, 2, until_done=True, session=b"on")) == ([7], "done")
 
 
+def test_a_rank_that_goes_on_in_its_first_batch_when_others_have_ended_gets_all_of_its_shares() -> None:
+    box = Ranks(2, 2)
+    box.put(8)
+    assert [box.use(0, 0), box.use(0, 1), box.ask(0, 2, until_done=True)] == [[0, 1], [4, 5], "done"]
+    box.end_session(b"0")
+    lease, rows = box.ask(1, 0)
+    box.ack(lease, rows[:1])
+    box.end_session(b"1")
+    on = {"session": b"on", "until_done": True}
+    assert [box.use(1, 0, used=1, **on), box.use(1, 1, **on), box.ask(1, 2, **on)] == [[3], [6, 7], "done"]
+    assert all(box.consumed().values())
+
+
 def test_ranks_that_resume_together_get_the_rest_of_their_batch() -> None:
     box = Ranks(2, 4)
     box.put(16)
