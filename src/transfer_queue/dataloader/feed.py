@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import GRACE_S, Call, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
@@ -120,9 +120,10 @@ def take(
 
 
 def taking(session: Session, request: m.Fetch, out: LeftOut) -> Operation[Batch | End | None]:
-    """`take` as an operation."""
+    """`take` as an operation. A service that stands still, or is cut off, is waited for as in calls without a deadline:
+    how long it parks the request is no deadline of the loop's."""
     started = time.perf_counter()
-    answer = yield from handed(session, request)
+    answer = yield from handed(session, request, max(GRACE_S, session.timeout_s))
     rows = answer.rows
     if rows.lease == m.DONE:
         return END
