@@ -187,6 +187,23 @@ def test_a_loop_that_waits_goes_on_after_the_service_stood_still(
     assert found == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_waits_ends_when_another_thread_closes_it_and_the_next_goes_on(
+    client: Client, workers: int
+) -> None:
+    more: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if workers else {}
+    put(client, 4)
+    client.set_partition("p", size=8)
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, **more)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(xs, stream)
+        until(lambda: client.overview().waits and used(client) == 4, "the loop to wait for its second batch")
+        stream.close()
+        assert ended.result(20) == [[0, 1, 2, 3]]
+    put(client, 4, start=4)
+    assert xs(stream) == [[4, 5, 6, 7]]
+
+
 @pytest.mark.parametrize("way", [Client.nack, Client.release])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_that_a_loop_gave_back_is_not_acknowledged_when_the_loop_goes_on(

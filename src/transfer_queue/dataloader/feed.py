@@ -193,6 +193,8 @@ class Feed:
         self.expect(key)
         with self._changed:
             while self._found is None:
+                if self._closed:
+                    return END
                 if self._ended_by is not None:
                     raise InternalError("the thread that fetches batches has died") from self._ended_by
                 stale = self._working not in (None, key)
@@ -222,6 +224,12 @@ class Feed:
     def stop(self) -> None:
         """The thread renews nothing any more, and ends by itself. Waits for nothing."""
         self._closed = True
+
+    def end(self) -> None:
+        """As `stop`; who waits in `get`, in another thread, is told of the end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread and give back what nobody took."""
@@ -305,9 +313,10 @@ class Calling:
     ) -> None:
         self._fetch = fetch
         self._done = done
+        self._closed = False
 
     def get(self, key: Key) -> Batch | End:
-        while not self._done(key):
+        while not self._closed and not self._done(key):
             data, meta = _pair(self._fetch(key))
             if data is not None:
                 return data, meta
@@ -319,6 +328,9 @@ class Calling:
     def give_back(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    def end(self) -> None:
+        self._closed = True
 
     def close(self) -> None: ...
 
