@@ -10,6 +10,7 @@ from transfer_queue.errors import InvalidInput
 from transfer_queue.wire.messages import Message, Request
 
 T = TypeVar("T")
+GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 LONGEST_S = 1e9  # thirty years: what clocks, sockets and timers take without a look at it
 
 
@@ -25,11 +26,12 @@ def seconds(value: Any, name: str = "a time-out") -> float:
 class Call:
     """Send a request; the driver answers with (reply, payload) or raises the error the server reported.
 
-    `wait_s` is how long the server may park it (see `seconds`; the request's own `timeout_s` follows it). `to` is the
-    server ("host:port") where it is not this process's own. The payload of the answer is received straight into `into`.
+    `wait_s` is how long the server may park it (see `seconds`; the request's own `timeout_s` follows it), and `grace_s`
+    how much later the client gives up on it. `to` is the server ("host:port") where it is not this process's own. The
+    payload of the answer is received straight into `into`.
     """
 
-    __slots__ = ("into", "payload", "request", "to", "wait_s")
+    __slots__ = ("grace_s", "into", "payload", "request", "to", "wait_s")
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Call:
         wait_s: float = 0.0,
         to: str = "",
         into: memoryview | None = None,
+        grace_s: float = GRACE_S,
     ) -> None:
         if type(wait_s) is not float or not 0.0 <= wait_s <= LONGEST_S:
             asked, wait_s = wait_s, seconds(wait_s)
@@ -48,6 +51,7 @@ class Call:
         self.wait_s = wait_s
         self.to = to
         self.into = into
+        self.grace_s = grace_s
 
 
 class Together:

@@ -14,7 +14,6 @@ from transfer_queue.wire.address import SocketMissing
 
 T = TypeVar("T")
 REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
-GRACE_S = 2.0  # how much later than the server's own deadline a client gives up on it
 MIN_TIMEOUT_S = 0.001
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
 
@@ -23,7 +22,7 @@ def left_s(effect: Call, left_s: float) -> float:
     """The seconds of another attempt, of so many that are left. The request waits in the server for what is left of its
     own time: its asker is to hear what was missing, not that nobody answered."""
     if effect.wait_s and hasattr(effect.request, "timeout_s"):
-        effect.request.timeout_s = max(0.0, left_s - GRACE_S)
+        effect.request.timeout_s = max(0.0, left_s - effect.grace_s)
     return max(MIN_TIMEOUT_S, left_s)
 
 

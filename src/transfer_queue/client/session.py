@@ -32,7 +32,7 @@ from transfer_queue.client.listing import Listings
 from transfer_queue.client.loops import LoopConnections
 from transfer_queue.client.one_way import OneWay, Owed
 from transfer_queue.client.remarks import warn_once
-from transfer_queue.client.retry import GRACE_S, Retry, left_s
+from transfer_queue.client.retry import Retry, left_s
 from transfer_queue.client.spilled import SpilledBlocks
 from transfer_queue.client.transport import TransportAccess
 from transfer_queue.client.views import Views
@@ -263,7 +263,7 @@ class Session:
             self._note_change(effect)
 
     def _call(self, effect: Call) -> tuple[Any, memoryview]:
-        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        timeout_s = effect.wait_s + effect.grace_s if effect.wait_s else self.timeout_s
         deadline = time.monotonic() + timeout_s
         retry: Retry | None = None
         while True:
@@ -421,7 +421,7 @@ class Session:
             self._note_change(effect)
 
     async def _call_async(self, effect: Call) -> tuple[Any, memoryview]:
-        timeout_s = effect.wait_s + GRACE_S if effect.wait_s else self.timeout_s
+        timeout_s = effect.wait_s + effect.grace_s if effect.wait_s else self.timeout_s
         deadline = time.monotonic() + timeout_s
         retry: Retry | None = None
         while True:

@@ -284,6 +284,8 @@ class Dealing:
         rank, batch = rank_and_batch(message)
         if batch in group.deals:  # if only for others: what they got is what this rank has to get
             return False
+        if self.comes_later(message, group):
+            return False
         goes_on = group.is_told and group is table.task(message.task).groups[-1]
         if group.ended is None or batch < group.ended or goes_on:
             if self.num_left(table, message, group) or (not group.deals and group.follows and table.is_used_up):
@@ -293,6 +295,15 @@ class Dealing:
         group.finished.add(session)
         _note_end(table, table.task(message.task), group.dp_size, rank)
         return True
+
+    def comes_later(self, message: Fetch, group: RankGroup) -> bool:
+        """Whether this rank has a share of a later batch, as it goes on further back than one that asked before."""
+        rank, batch = rank_and_batch(message)
+        return any(number > batch and rank in deal for number, deal in group.deals.items())
+
+    def is_passed(self, table: Table, message: Fetch, group: RankGroup) -> bool:
+        """Whether nothing is left to deal for this batch, and the rank goes on with a later one."""
+        return self.comes_later(message, group) and not self.num_left(table, message, group)
 
     def num_left(self, table: Table, message: Fetch, group: RankGroup) -> int:
         """How many rows the group may still be dealt, ready or not, those that another group has included; 1 while not

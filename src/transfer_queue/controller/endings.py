@@ -14,8 +14,8 @@ def holder_of(request: Waiter[Fetch]) -> bytes:
 
 
 def has_begun(message: Fetch) -> bool:
-    """Whether the loop that asks had a batch before."""
-    return bool(message.until_cleared or message.sampling.get("batch_index"))
+    """Whether the loop that asks had rows before, of this batch or another."""
+    return bool(message.until_cleared or message.used or message.sampling.get("batch_index"))
 
 
 def is_complete(table: Table, message: Fetch) -> bool:

@@ -449,6 +449,8 @@ class Fetching:
         share = dealing.find(message, group)
         if share is None:
             if not self.sharing.deal(message, table, view, group):
+                if message.until_done and dealing.is_passed(table, message, group):
+                    return nothing(message.rid, PASSED)
                 # now: refused rows may be left over
                 is_over = message.until_done and dealing.is_over(table, message, group, holder_of(request))
                 return nothing(message.rid, DONE) if is_over else None

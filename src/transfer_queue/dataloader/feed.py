@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
-from transfer_queue.client.effects import Call, Operation
+from transfer_queue.client.effects import GRACE_S, Call, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
@@ -120,9 +120,10 @@ def take(
 
 
 def taking(session: Session, request: m.Fetch, out: LeftOut) -> Operation[Batch | End | None]:
-    """`take` as an operation."""
+    """`take` as an operation. A service that stands still, or is cut off, is waited for as in calls without a deadline:
+    how long it parks the request is no deadline of the loop's."""
     started = time.perf_counter()
-    answer = yield from handed(session, request)
+    answer = yield from handed(session, request, max(GRACE_S, session.timeout_s))
     rows = answer.rows
     if rows.lease == m.DONE:
         return END
@@ -192,6 +193,8 @@ class Feed:
         self.expect(key)
         with self._changed:
             while self._found is None:
+                if self._closed:
+                    return END
                 if self._ended_by is not None:
                     raise InternalError("the thread that fetches batches has died") from self._ended_by
                 stale = self._working not in (None, key)
@@ -221,6 +224,12 @@ class Feed:
     def stop(self) -> None:
         """The thread renews nothing any more, and ends by itself. Waits for nothing."""
         self._closed = True
+
+    def end(self) -> None:
+        """As `stop`; who waits in `get`, in another thread, is told of the end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread and give back what nobody took."""
@@ -304,9 +313,10 @@ class Calling:
     ) -> None:
         self._fetch = fetch
         self._done = done
+        self._closed = False
 
     def get(self, key: Key) -> Batch | End:
-        while not self._done(key):
+        while not self._closed and not self._done(key):
             data, meta = _pair(self._fetch(key))
             if data is not None:
                 return data, meta
@@ -318,6 +328,9 @@ class Calling:
     def give_back(self) -> None: ...
 
     def stop(self) -> None: ...
+
+    def end(self) -> None:
+        self._closed = True
 
     def close(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing.context
 import numbers
 import time
@@ -443,15 +444,18 @@ class StreamingDataset(IterableDataset[Any]):
     def close(self) -> None:
         """End the iteration: what was not acknowledged, the micro-batch in hand included, is offered again at once.
 
-        A next iteration goes on there, with an empty buffer. What an own `fetch_batch_fn` took stays taken.
+        A next iteration goes on there, with an empty buffer. What an own `fetch_batch_fn` took stays taken. A loop that
+        waits for rows in another thread ends.
         """
         work, begun = self._own_work(), self._begun()
         if work is not None:
             holder, work.holder = work.holder, None  # an interrupt of what follows leaves the leases to nobody
             work.items = work.in_hand = None
             running = work.running() if work.running is not None else None
-            if running is not None:
+            if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
                 running.close()
+            elif running is not None and work.feed is not None:
+                work.feed.end()
             for _, meta in begun:
                 give_back(work.client, meta)
             if holder is not None:

@@ -47,6 +47,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         # partition -> task -> rank -> rows that were dealt to it and not fetched; and -> row -> its tokens
         self._buckets: dict[str, dict[str, dict[int, list[int]]]] = {}
         self._resolved_lengths: dict[str, dict[str, dict[int, float]]] = {}
+        self._asked: dict[str, dict[str, dict[int, Any]]] = {}  # the batch that each rank asked for last
         self._dummy_rounds: dict[Any, Any] = {}  # for subclasses that pad
         self._remembered: dict[tuple[str, str], set[int]] = {}  # the rows of all slices, where they were looked up
 
@@ -71,6 +72,8 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             return super().sample(free, batch_size, task_name, partition_id, **kwargs)
         budget, rank, size = _terms(kwargs)
         batch, partition = kwargs.get("batch_index"), kwargs.get("partition")
+        if batch is not None:
+            self._asked.setdefault(partition_id, {}).setdefault(task_name, {})[rank] = batch
         known = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch)
         if batch is not None and known is not None:
             return list(known[0]), list(known[1])
@@ -97,16 +100,22 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         partition: PartitionView,
         production_done: bool = False,
     ) -> None:
-        """Remember a slice of this batch for every rank that has none and has rows."""
+        """Remember a slice of this batch for every rank that has none and has rows, and is not past it: it would not
+        ask for that one any more."""
         where = (partition_id, task_name)
         self._deal(where, dp_size, token_budget, ready_indexes, partition, production_done)
         ranks = self._states.get(partition_id, {}).get(task_name, {})
         for rank in range(dp_size):
-            if batch_index in ranks.get(rank, {}):
+            if batch_index in ranks.get(rank, {}) or self._is_past(where, rank, batch_index):
                 continue
             rows = self._slice(where, rank, token_budget, allow_underfill or production_done)
             if rows:  # nothing is no answer: whoever asks for it waits
                 self._cache_result(partition_id, task_name, rank, batch_index, (rows, list(rows)))
+
+    def _is_past(self, where: tuple[str, str], rank: int, batch_index: Any) -> bool:
+        partition, task = where
+        asked = self._asked.get(partition, {}).get(task, {}).get(rank)
+        return isinstance(asked, int) and isinstance(batch_index, int) and asked > batch_index
 
     def _cache_result(self, partition_id: str, task_name: str, dp_rank: int, batch_index: Any, result: Sampled) -> None:
         if batch_index is not None:
@@ -240,7 +249,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         super().clear_cache(partition_id)
         for where in [where for where in self._remembered if where[0] == partition_id]:
             del self._remembered[where]
-        for held in (self._buckets, self._resolved_lengths):
+        for held in (self._buckets, self._resolved_lengths, self._asked):
             held.pop(partition_id, None)
         for key in [key for key in self._dummy_rounds if partition_id in (key, *key[:1])]:
             del self._dummy_rounds[key]
@@ -268,13 +277,14 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
 
     def save_checkpoint(self) -> dict[str, Any]:
         """The state that `load_checkpoint` restores: plain dicts and lists."""
-        dealt = {"_buckets": self._buckets, "_resolved_lengths": self._resolved_lengths}
+        dealt = {"_buckets": self._buckets, "_resolved_lengths": self._resolved_lengths, "_asked": self._asked}
         return {**super().save_checkpoint(), **dealt}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
         """Restores what `save_checkpoint` returned."""
         super().load_checkpoint(state)
         self._buckets, self._resolved_lengths = state["_buckets"], state["_resolved_lengths"]
+        self._asked = state.get("_asked", {})  # older versions do not know it
         self._remembered = {}
         for batches in (
             batches for tasks in self._states.values() for ranks in tasks.values() for batches in ranks.values()

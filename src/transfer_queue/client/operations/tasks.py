@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from transfer_queue.arguments import flag
 from transfer_queue.client.dense import Pad, check_pad
 from transfer_queue.client.describing import batch_meta, warn_repeated
-from transfer_queue.client.effects import Call, HoldSession, Operation
+from transfer_queue.client.effects import GRACE_S, Call, HoldSession, Operation
 from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.session import Session
 from transfer_queue.client.transfer.read import read
@@ -48,9 +48,9 @@ class TaskRows:
         return (yield from read(self._session, [get], dense=dense, pad=pad, slices=parts, located=self._answer))
 
 
-def handed(session: Session, request: m.Fetch) -> Operation[TaskRows]:
+def handed(session: Session, request: m.Fetch, grace_s: float = GRACE_S) -> Operation[TaskRows]:
     """Carry out a fetch with `locate`."""
-    reply, payload = yield Call(request, wait_s=request.timeout_s)
+    reply, payload = yield Call(request, wait_s=request.timeout_s, grace_s=grace_s)
     return TaskRows(session, request, reply, payload)
 
 
