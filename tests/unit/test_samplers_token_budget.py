@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from tables import Box, indexes
 from test_samplers_balanced import View, view_of
 
 import transfer_queue as tq
-from transfer_queue.errors import InvalidInput, MissingParameter
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, MissingParameter
 from transfer_queue.sampler import GRPOGroupNSampler, StreamingTokenBudgetSampler, resolve
 from transfer_queue.wire import messages as m
 
@@ -117,6 +119,77 @@ def test_rows_are_not_kept_for_a_batch_that_a_rank_is_past(restored: bool) -> No
         sampler.load_checkpoint(copy.deepcopy(sampler.save_checkpoint()))
     more = indexes(box.put(1, tags=[{"total_lengths": 10}]))
     assert box.answers() == [("ahead", more)]
+
+
+def test_rows_are_not_kept_for_a_later_batch_than_their_rank_waits_for() -> None:
+    box = Box(StreamingTokenBudgetSampler())
+    terms = {"token_budget": 10, "dp_size": 2}
+    box.put(1, tags=[{"total_lengths": 10}])
+    box.lend(1, dp_rank=0, batch_index=0, **terms)  # there is none for rank 1
+    rows = indexes(box.put(2, tags=[{"total_lengths": 10}] * 2))
+    _, found = box.lend(1, dp_rank=0, batch_index=1, **terms)
+    _, other = box.lend(1, dp_rank=1, batch_index=0, **terms)
+    assert sorted([*found, *other]) == rows
+
+
+def test_rows_that_are_kept_for_a_later_batch_go_to_an_earlier_one_that_lost_its_own() -> None:
+    box = Box(StreamingTokenBudgetSampler())
+    terms = {"token_budget": 10, "dp_size": 2}
+    rows = indexes(box.put(4, tags=[{"total_lengths": 10}] * 4))
+    used = []
+    for batch in (0, 1):  # two of rank 1 are planned
+        lease, found = box.lend(1, dp_rank=0, batch_index=batch, **terms)
+        box.ack(lease)
+        used += found
+    lease, _ = box.lend(1, dp_rank=1, batch_index=0, **terms)
+    box.release(lease)
+    lease, found = box.lend(1, dp_rank=0, batch_index=2, **terms)  # what was given back is dealt anew
+    used += found
+    box.ack(lease)
+    _, found = box.lend(1, dp_rank=1, batch_index=0, **terms)
+    assert sorted([*used, *found]) == rows
+
+
+def test_a_loop_that_goes_on_with_fewer_ranks_gets_what_was_kept_for_the_others() -> None:
+    box = Box(StreamingTokenBudgetSampler())
+    rows = indexes(box.put(8, tags=[{"total_lengths": 10}] * 8))
+    lease, used = box.lend(1, dp_rank=0, batch_index=0, token_budget=10, dp_size=4)
+    box.ack(lease)
+    for batch in range(1, 8):
+        lease, found = box.lend(1, dp_rank=0, batch_index=batch, token_budget=10, dp_size=1)
+        box.ack(lease)
+        used += found
+    assert sorted(used) == rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_used_however_far_apart_ranks_are_and_whatever_they_give_back(seed: int) -> None:
+    """A rank that gives a batch back asks for it again, or for the next one."""
+    chance = random.Random(seed)
+    size, lengths = chance.choice([2, 3]), [chance.choice([5, 10, 30, 60]) for _ in range(12)]
+    box, at, lent = Box(StreamingTokenBudgetSampler()), [0] * size, [(0, [])] * size
+    rows: list[int] = []
+    used: list[int] = []
+    for _ in range(2000):
+        if len(rows) < len(lengths) and chance.random() < 0.2:
+            rows += indexes(box.put(1, tags=[{"total_lengths": lengths[len(rows)]}]))
+        rank = chance.randrange(size)
+        lease, found = lent[rank]
+        lent[rank] = (0, [])
+        if not lease:
+            terms = {"dp_rank": rank, "dp_size": size, "batch_index": at[rank], "token_budget": chance.choice([50, 80])}
+            with contextlib.suppress(DeadlineExceeded):
+                lent[rank] = box.lend(1, **terms)
+        elif chance.random() < 0.15:
+            box.release(lease)
+            at[rank] += chance.choice([0, 1])
+        else:
+            box.ack(lease)
+            used += found
+            at[rank] += 1
+            if len(used) == len(lengths):
+                break
+    assert sorted(used) == list(range(len(lengths)))
 
 
 def test_groups_stay_whole_in_a_partition_of_which_nobody_knows_how_many_rows_come() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         # partition -> task -> rank -> rows that were dealt to it and not fetched; and -> row -> its tokens
         self._buckets: dict[str, dict[str, dict[int, list[int]]]] = {}
         self._resolved_lengths: dict[str, dict[str, dict[int, float]]] = {}
-        self._asked: dict[str, dict[str, dict[int, Any]]] = {}  # the batch that each rank asked for last
+        # the batch that each rank asked for last, and where the first of them began
+        self._asked: dict[str, dict[str, dict[int, Any]]] = {}
         self._dummy_rounds: dict[Any, Any] = {}  # for subclasses that pad
         self._remembered: dict[tuple[str, str], set[int]] = {}  # the rows of all slices, where they were looked up
 
@@ -71,9 +73,10 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             free = self._free(where, ready_indexes) if known_to else ready_indexes
             return super().sample(free, batch_size, task_name, partition_id, **kwargs)
         budget, rank, size = _terms(kwargs)
+        self._leave_out(where, size, ready_indexes)
         batch, partition = kwargs.get("batch_index"), kwargs.get("partition")
         if batch is not None:
-            self._asked.setdefault(partition_id, {}).setdefault(task_name, {})[rank] = batch
+            self._comes_to(where, rank, batch, size, ready_indexes)
         known = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch)
         if batch is not None and known is not None:
             return list(known[0]), list(known[1])
@@ -85,6 +88,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             rows = self._slice(where, rank, budget, underfill or done)
             return rows, list(rows)
         self._prepare_batch_index(*where, batch, size, budget, underfill, ready_indexes, partition, done)
+        self._bring_forward(where, rank, batch, ready_indexes)
         found = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch, ((), ()))
         return list(found[0]), list(found[1])
 
@@ -100,22 +104,61 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         partition: PartitionView,
         production_done: bool = False,
     ) -> None:
-        """Remember a slice of this batch for every rank that has none and has rows, and is not past it: it would not
-        ask for that one any more."""
+        """Remember a slice of this batch for every rank that has none and has rows, and that will ask for it next."""
         where = (partition_id, task_name)
         self._deal(where, dp_size, token_budget, ready_indexes, partition, production_done)
         ranks = self._states.get(partition_id, {}).get(task_name, {})
         for rank in range(dp_size):
-            if batch_index in ranks.get(rank, {}) or self._is_past(where, rank, batch_index):
+            if batch_index in ranks.get(rank, {}) or not self._is_next(where, rank, batch_index):
                 continue
             rows = self._slice(where, rank, token_budget, allow_underfill or production_done)
             if rows:  # nothing is no answer: whoever asks for it waits
                 self._cache_result(partition_id, task_name, rank, batch_index, (rows, list(rows)))
 
-    def _is_past(self, where: tuple[str, str], rank: int, batch_index: Any) -> bool:
+    def _is_next(self, where: tuple[str, str], rank: int, batch_index: Any) -> bool:
+        """Whether it is the first batch without a slice that the rank will ask for. It asks for no earlier one, and
+        could not come to a later one as long as it waits for rows that are kept for that."""
         partition, task = where
         asked = self._asked.get(partition, {}).get(task, {}).get(rank)
-        return isinstance(asked, int) and isinstance(batch_index, int) and asked > batch_index
+        if not isinstance(asked, int) or not isinstance(batch_index, int):
+            return True
+        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        return asked <= batch_index and all(earlier in sliced for earlier in range(asked, batch_index))
+
+    def _comes_to(self, where: tuple[str, str], rank: int, batch_index: Any, size: int, ready: list[int]) -> None:
+        """The rank asks for this batch. What was kept for the one before, after it had given that back, is free."""
+        partition, task = where
+        asked = self._asked.setdefault(partition, {}).setdefault(task, {})
+        if not asked:
+            asked.update(dict.fromkeys(range(size), batch_index))
+        before, asked[rank] = asked.get(rank), batch_index
+        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        if before in sliced and before != batch_index and _all_in(sliced[before][0], ready):
+            del sliced[before]
+            self._remembered.pop(where, None)
+
+    def _leave_out(self, where: tuple[str, str], size: int, ready: list[int]) -> None:
+        """What was kept for ranks that there are no more, as a loop went on with fewer, is free."""
+        partition, task = where
+        buckets = self._buckets.get(partition, {}).get(task, {})
+        for gone in [rank for rank in buckets if rank >= size]:
+            del buckets[gone]
+            sliced = self._states.get(partition, {}).get(task, {}).get(gone, {})
+            for batch in [batch for batch, (rows, _) in sliced.items() if _all_in(rows, ready)]:
+                del sliced[batch]
+            self._remembered.pop(where, None)
+
+    def _bring_forward(self, where: tuple[str, str], rank: int, batch_index: Any, ready: list[int]) -> None:
+        """Where nothing is left for this batch, as what it had was given back and dealt to others, the rank gets what
+        was kept for its next one: it could not come to that."""
+        partition, task = where
+        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        if not sliced or batch_index in sliced or not isinstance(batch_index, int):
+            return
+        for later in sorted(one for one in sliced if isinstance(one, int) and one > batch_index):
+            if _all_in(sliced[later][0], ready):  # nobody fetched it
+                sliced[batch_index] = sliced.pop(later)
+                return
 
     def _cache_result(self, partition_id: str, task_name: str, dp_rank: int, batch_index: Any, result: Sampled) -> None:
         if batch_index is not None:
@@ -291,6 +334,12 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         ):
             for batch in [batch for batch, (rows, _) in batches.items() if not rows]:  # of older versions
                 del batches[batch]
+
+
+def _all_in(rows: list[int], ready: list[int]) -> bool:
+    """Whether all are among the ready rows, which ascend."""
+    places = [bisect_left(ready, row) for row in rows]
+    return all(place < len(ready) and ready[place] == row for place, row in zip(places, rows, strict=True))
 
 
 def _terms(config: Mapping[str, Any]) -> tuple[int, int, int]:
