@@ -408,16 +408,6 @@ def test_a_time_that_nobody_can_wait_for_is_refused_when_a_fleet_is_made(name: s
             Fleet(**{name: seconds})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("pause", "freeze"), ("pause", True), ("pause", ["keep"]), ("fence", "freeze"), ("fence", ""), ("min_ready", "1")],
-)
-def test_a_mode_or_number_that_is_none_is_refused_when_a_fleet_is_made(name: str, value: Any) -> None:
-    """Where replicas were told of it, none would ever commit, or be brought up."""
-    with pytest.raises(InvalidInput):
-        Fleet(**{name: value})
-
-
 @pytest.mark.parametrize("member", ["http://127.0.0.1:8000", None, StateDictSource({})])
 def test_what_is_no_client_is_no_member(member: Any) -> None:
     server = Server()

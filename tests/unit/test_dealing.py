@@ -305,19 +305,6 @@ def test_a_rank_that_goes_on_when_others_have_ended_gets_all_of_its_shares(ahead
         assert (box.use(1, 1, used=1, session=b"on"), box.ask(1, 2, until_done=True, session=b"on")) == ([7], "done")
 
 
-def test_a_rank_that_goes_on_in_its_first_batch_when_others_have_ended_gets_all_of_its_shares() -> None:
-    box = Ranks(2, 2)
-    box.put(8)
-    assert [box.use(0, 0), box.use(0, 1), box.ask(0, 2, until_done=True)] == [[0, 1], [4, 5], "done"]
-    box.end_session(b"0")
-    lease, rows = box.ask(1, 0)
-    box.ack(lease, rows[:1])
-    box.end_session(b"1")
-    on = {"session": b"on", "until_done": True}
-    assert [box.use(1, 0, used=1, **on), box.use(1, 1, **on), box.ask(1, 2, **on)] == [[3], [6, 7], "done"]
-    assert all(box.consumed().values())
-
-
 def test_ranks_that_resume_together_get_the_rest_of_their_batch() -> None:
     box = Ranks(2, 4)
     box.put(16)
@@ -340,33 +327,6 @@ def test_a_rank_that_resumes_later_in_the_stream_leaves_nothing_behind() -> None
     assert (box.use(1, 5, until_done=True), box.repeated) == ([5], 1)
     assert all(box.consumed().values())
     assert [box.ask(rank, 6, until_done=True) for rank in (0, 1)] == ["done", "done"]
-
-
-def test_a_rank_that_resumes_further_back_than_another_gets_all_of_its_shares() -> None:
-    box = Ranks(2, 2)
-    box.handle(m.SetPartition(1, "p", 8, {}))
-    box.put(8)
-    assert [box.use(0, 2, until_done=True), box.use(0, 3, until_done=True)] == [[0, 1], [4, 5]]
-    assert box.ask(0, 4, until_done=True) == "done"
-    box.end_session(b"0")
-    assert box.ask(1, 1, used=1, until_done=True) == "passed", "nothing was left for this batch"
-    assert [box.use(1, 2, until_done=True), box.use(1, 3, until_done=True)] == [[2, 3], [6, 7]]
-    assert box.ask(1, 4, until_done=True) == "done"
-    assert all(box.consumed().values())
-
-
-def test_a_rank_that_waits_further_back_than_another_goes_on_when_nothing_more_comes() -> None:
-    box = Ranks(2, 2)
-    box.handle(m.SetPartition(1, "p", 4, {}))
-    box.put(3)
-    assert box.ask(1, 1, until_done=True, ticket="back") is None
-    assert box.use(0, 2, used=1, until_done=True) == [0]
-    assert box.fetch(1) == [2], "others of the task take what it might have got"
-    assert box.answers() == []
-    box.handle(m.SetPartition(1, "p", 3, {}))
-    ((ticket, reply),) = box.controller.outbox
-    assert (ticket, box.read(reply)) == ("back", "passed")
-    assert box.use(1, 2, until_done=True) == [1]
 
 
 def test_a_rank_that_comes_to_a_batch_which_others_shared_gets_as_many() -> None:

@@ -11,8 +11,16 @@ import torch
 from fleets import SEND_S, Server, Source, expected
 from weights import Direct, Net, copy_of, root
 
-from transfer_queue.errors import Aborted, DeadlineExceeded, NotInitialized, ServiceUnavailable, WrongEpoch
+from transfer_queue.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidInput,
+    NotInitialized,
+    ServiceUnavailable,
+    WrongEpoch,
+)
 from transfer_queue.weights import Receiver, StateDictSource, Swap
+from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
 
@@ -233,3 +241,13 @@ def test_a_commit_that_comes_late_meets_no_later_version(kind: str) -> None:
     assert (server.root(), server.control.get_weight_version()) == (expected(3), "3")
     server.stop()
     site.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("pause", "freeze"), ("pause", True), ("pause", ["keep"]), ("fence", "freeze"), ("fence", ""), ("min_ready", "1")],
+)
+def test_a_mode_or_number_that_is_none_is_refused_when_a_fleet_is_made(name: str, value: Any) -> None:
+    """Where replicas were told of it, none would ever commit, or be brought up."""
+    with pytest.raises(InvalidInput):
+        Fleet(**{name: value})

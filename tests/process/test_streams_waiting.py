@@ -1,0 +1,73 @@
+"""Loops over streams that wait for rows, while the service stands still or somebody closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+from conftest import freeze, until
+from streams import put, used
+
+import transfer_queue as tq
+from transfer_queue.dataloader import streams, worker_feed
+
+Client = tq.TransferQueueClient
+
+
+def xs(stream: Any) -> list[list[int]]:
+    return [data["x"].tolist() for data in stream]
+
+
+@pytest.mark.parametrize("kind", ["loop", "workers", "async"])
+def test_a_loop_that_waits_goes_on_after_the_service_stood_still(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for module in (streams, worker_feed):
+        monkeypatch.setattr(module, "WAIT_S", 0.3)
+    found: list[int] = []
+    terms: dict[str, Any] = {"task": "t", "batch_size": 4, "lease_s": 0.9}  # which has the loop ask every 0.3 s
+    more: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "workers" else {}
+
+    async def asynchronous() -> None:
+        async for batch in tq.async_stream("p", ["x"], **terms):
+            found.extend(batch["x"].tolist())
+
+    def loop() -> None:
+        if kind == "async":
+            asyncio.run(asynchronous())
+            return
+        for batch in tq.stream("p", ["x"], **terms, **more):
+            found.extend(batch["x"].tolist())
+
+    client.set_partition("p", size=4)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(loop)
+        until(lambda: client.overview().waits, "the loop to wait")
+        pid = client.stats()["pid"]
+        freeze(pid)
+        assert wait([ended], 3).not_done, "which is longer than it gives a call with a deadline"
+        os.kill(pid, signal.SIGCONT)
+        put(client, 4)
+        ended.result(20)
+    assert found == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_waits_ends_when_another_thread_closes_it_and_the_next_goes_on(
+    client: Client, workers: int
+) -> None:
+    more: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if workers else {}
+    put(client, 4)
+    client.set_partition("p", size=8)
+    stream = tq.stream("p", ["x"], task="t", batch_size=4, **more)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(xs, stream)
+        until(lambda: client.overview().waits and used(client) == 4, "the loop to wait for its second batch")
+        stream.close()
+        assert ended.result(20) == [[0, 1, 2, 3]]
+    put(client, 4, start=4)
+    assert xs(stream) == [[4, 5, 6, 7]]
