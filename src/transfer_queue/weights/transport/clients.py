@@ -36,14 +36,13 @@ class Client(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> object: ...
 
 
-def checked_client(client: Client) -> Client:
-    """`client`. An URL, an engine or a list of servers in its place is refused. vLLM's `LLM` has the calls, too."""
-    if callable(getattr(client, "init_weight_transfer_engine", None)):
-        return client
-    raise InvalidInput(
-        f"client is a {type(client).__qualname__}: give WeightSyncClient(urls, token), Control(engine, receiver), "
-        "a Fleet, or another object with vLLM's calls"
-    )
+def check_client(client: object) -> None:
+    """Refuse an URL, an engine or a list of servers in the place of a client. vLLM's `LLM` has the calls, too."""
+    if not callable(getattr(client, "init_weight_transfer_engine", None)):
+        raise InvalidInput(
+            f"client is a {type(client).__qualname__}: give WeightSyncClient(urls, token), Control(engine, receiver), "
+            "a Fleet, or another object with vLLM's calls"
+        )
 
 
 class Partial(ABC):

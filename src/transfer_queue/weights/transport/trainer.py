@@ -32,7 +32,7 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport.adapter_calls import AdapterCalls
-from transfer_queue.weights.transport.clients import Client, Follower, Partial, checked_client, missed_by
+from transfer_queue.weights.transport.clients import Client, Follower, Partial, check_client, missed_by
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.faults import as_typed, system_faults
 from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
@@ -99,8 +99,9 @@ class TrainerEngine(AdapterCalls):
     @system_faults()
     def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
         """Open the transport and introduce the receivers to it, within the `timeout_s` of `init_info`."""
-        made = cls(parse(init_info, cls.init_form), checked_client(client), source)
+        made = cls(parse(init_info, cls.init_form), client, source)
         try:
+            check_client(client)
             deadline = Deadline(made.info.timeout_s)
             if isinstance(client, Follower):
                 client.follow(made)
@@ -108,11 +109,10 @@ class TrainerEngine(AdapterCalls):
                 made._num_silent = made._count_silent(deadline)
             made._allow(deadline)
             made._meet(deadline)
-            made._is_anew = False
             made._lacking |= set(missed_by(client))
             made._allow(None)
             made._hear(None, deadline)
-            made._label = made._shown_label(deadline)
+            made._is_anew, made._label = False, made._shown_label(deadline)
         except BaseException:  # an interrupt must not leave its sockets
             made.shutdown()
             raise
