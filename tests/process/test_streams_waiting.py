@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -71,3 +72,21 @@ def test_a_loop_that_waits_ends_when_another_thread_closes_it_and_the_next_goes_
         assert ended.result(20) == [[0, 1, 2, 3]]
     put(client, 4, start=4)
     assert xs(stream) == [[4, 5, 6, 7]]
+
+
+def test_a_loop_that_is_left_while_the_service_stands_still_ends_soon(client: Client) -> None:
+    """As by Ctrl-C: its last acknowledgement was sent, and is waited for no longer than 2 s."""
+    put(client, 4)
+    loop: Any = iter(tq.stream("p", ["x"], task="t", batch_size=4, micro_batch_size=1))
+    next(loop), next(loop)  # the first acknowledgement has made its connection
+    until(lambda: used(client) == 1, "its answer")
+    pid = client.stats()["pid"]
+    freeze(pid)
+    try:
+        next(loop)
+        begun = time.monotonic()
+        loop.close()
+        assert time.monotonic() - begun < 20, "calls take 30 s until they are given up"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: used(client) == 2, "its acknowledgement")

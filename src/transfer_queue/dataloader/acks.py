@@ -80,6 +80,14 @@ def split(
         acknowledge(client, whole.ack(client.session))
 
 
+def unused(items: Iterable[tuple[Any, Receipt]], used: frozenset[int]) -> Iterator[tuple[Any, Receipt]]:
+    """Without those whose rows were all used: a batch is split once more after an interrupt."""
+    for found in items:
+        rows = rows_in(found[1].rows)
+        if not rows or not used.issuperset(rows):
+            yield found
+
+
 def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     part = item[1] if isinstance(item, (tuple, list)) and len(item) > 1 else None
     if isinstance(part, BatchMeta) and part.lease == lease:
@@ -87,16 +95,25 @@ def _rows_of(item: Any, lease: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.empty(0, np.int64)
 
 
-def acknowledge(client: TransferQueueClient, ack: m.Ack | None) -> bytes:
-    """Those of the rows that had been given back. The same `ack` may be sent again: it has one outcome. Raises
-    `LeaseExpired` when they went to somebody else meanwhile."""
+def acknowledge(client: TransferQueueClient, ack: m.Ack | None, within_s: float | None = None) -> bytes:
+    """Those of the rows that had been given back. The same `ack` may be sent again: it has one outcome.
+
+    Raises `LeaseExpired` when they went to somebody else meanwhile, `DeadlineExceeded` after `within_s` (None: as any
+    call).
+    """
     if ack is None:
         return b""
     note = noting(client.session, "ack")
-    reply: m.Lent = client.session.call(Call(ack))[0]
+    reply = _asked(client.session, ack, within_s)
     if note is not None:
         note.posted(ack)
     return reply.returned
+
+
+def _asked(session: Session, ack: m.Ack, within_s: float | None) -> m.Lent:
+    call = Call(ack) if within_s is None else Call(ack, wait_s=within_s, grace_s=0.0)
+    reply: m.Lent = session.call(call)[0]
+    return reply
 
 
 class Acks:
@@ -131,13 +148,14 @@ class Acks:
             if note is not None:
                 note.posted(ack)
 
-    def confirm_pending(self) -> None:
-        """Wait for the answer to the last one. Raises `LeaseExpired` when its rows went to somebody else."""
+    def confirm_pending(self, within_s: float | None = None) -> None:
+        """Wait for the answer to the last one, for `within_s` at most (None: as any call). Raises `LeaseExpired` when
+        its rows went to somebody else."""
         ack = self._begun
         if ack is None:
             return
         try:
-            reply = self._outcome(ack)
+            reply = self._outcome(ack, within_s)
         except TransferQueueError:
             self._begun = None
             raise
@@ -146,13 +164,18 @@ class Acks:
             raise error_from_code(reply.code, reply.text)
         self._returned.update(rows_in(reply.returned))
 
-    def _outcome(self, ack: m.Ack) -> Any:
+    def _outcome(self, ack: m.Ack, within_s: float | None) -> Any:
         is_sent, self._is_sent = self._is_sent, False  # where an interrupt strikes, part of the answer may be read
         if is_sent and self._connection is not None:
-            with contextlib.suppress(ServiceUnavailable, DeadlineExceeded):
-                return self._connection.answer(ack, self._session.timeout_s)[0]
+            try:
+                return self._connection.answer(ack, self._session.timeout_s if within_s is None else within_s)[0]
+            except ServiceUnavailable:
+                pass
+            except DeadlineExceeded:
+                if within_s is not None:
+                    raise
         self.close()
-        return self._session.call(Call(ack))[0]  # under its number: it has one outcome
+        return _asked(self._session, ack, within_s)  # under its number: it has one outcome
 
     def close(self) -> None:
         if self._connection is not None:

@@ -23,7 +23,7 @@ from transfer_queue.client.operations import rows as ops
 from transfer_queue.client.operations.tasks import handed
 from transfer_queue.client.recording import noting
 from transfer_queue.client.session import Interrupted, Session
-from transfer_queue.dataloader.lease_owner import renewal_s
+from transfer_queue.dataloader.lease_owner import LEAVE_S, renewal_s
 from transfer_queue.errors import InternalError, InvalidInput, TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.wire import messages as m
@@ -155,10 +155,16 @@ def _without(session: Session, meta: BatchMeta, out: LeftOut) -> Operation[Batch
 
 
 def give_back(client: TransferQueueClient, meta: BatchMeta) -> None:
-    """Offer the rows again; where the service cannot be told, their lease ends by itself."""
+    """Offer the rows again. A service that does not answer soon reads of it later; where it cannot be told, their lease
+    ends by itself."""
     if meta.lease and len(meta):
+        session = client.session
+        request = m.Release(session.next_rid(), *ops.leased(meta))
+        note = noting(session, "release")
         with contextlib.suppress(TransferQueueError, OSError):
-            client.release(meta)
+            session.call(Call(request, wait_s=LEAVE_S, grace_s=0.0))
+            if note is not None:
+                note.posted(request)
 
 
 class Feed:

@@ -18,7 +18,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from transfer_queue.dataloader.acks import Receipt, acknowledge
-from transfer_queue.dataloader.lease_owner import LeaseOwner, renewal_s
+from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
@@ -250,7 +250,7 @@ class _Deliveries(Iterator[Any]):
                 self.close()
             raise
 
-    def confirm_pending(self) -> None:
+    def confirm_pending(self, within_s: float | None = None) -> None:
         """The micro-batch that was delivered last was used. Raises `LeaseExpired`."""
         receipt = self._in_hand
         if receipt is None or self._pid != os.getpid():
@@ -258,7 +258,7 @@ class _Deliveries(Iterator[Any]):
         if not self._is_asked:
             self._ack, self._is_asked = receipt.ack(self._client.session), True
         try:
-            returned = acknowledge(self._client, self._ack)
+            returned = acknowledge(self._client, self._ack, within_s)
         except TransferQueueError:
             self._in_hand, self._is_asked = None, False
             raise
@@ -282,7 +282,7 @@ class _Deliveries(Iterator[Any]):
             self._renewer.join()
         if self._is_asked:  # the question was interrupted: what became of the rows is known nowhere else
             with contextlib.suppress(TransferQueueError):
-                self.confirm_pending()
+                self.confirm_pending(LEAVE_S)
         self._holder.close()
         if self._told:
             self._links.turn.begin(0)

@@ -17,7 +17,7 @@ from transfer_queue.arguments import flag, text
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.effects import Call
 from transfer_queue.client.operations.rows import field_list, is_over
-from transfer_queue.dataloader.acks import Receipt, rows_in, split
+from transfer_queue.dataloader.acks import Receipt, rows_in, split, unused
 from transfer_queue.dataloader.chunking import chunk_batch_fn
 from transfer_queue.dataloader.feed import Batch, Calling, End, Feed, Key, Terms, give_back
 from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
@@ -310,16 +310,8 @@ class StreamingDataset(IterableDataset[Any]):
                 work.end_acks()
                 return None
             size = min(self.micro_batch_size, max(1, len(batch[1])))  # fewer rows: the rest of a batch or partition
-            work.items = self._unused(split(work.client, self.process_batch_fn, batch, size, self.batch_index))
-
-    def _unused(self, items: Iterable[tuple[Any, Receipt]]) -> Iterator[tuple[Any, Receipt]]:
-        """Without the micro-batches that were used before an interrupt, where a batch is split once more. Rows that the
-        consumer gave back come again."""
-        used = frozenset(self._used) - self._returned
-        for found in items:
-            rows = rows_in(found[1].rows)
-            if not rows or not used.issuperset(rows):
-                yield found
+            items = split(work.client, self.process_batch_fn, batch, size, self.batch_index)
+            work.items = unused(items, frozenset(self._used) - self._returned)  # what was given back comes again
 
     def _started(self, client: TransferQueueClient, feed: Feed | Calling) -> Batch | End:
         """The batch `batch_index`, from the buffer or the service."""

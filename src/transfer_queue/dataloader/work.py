@@ -11,7 +11,7 @@ from typing import Any
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.dataloader.acks import Acks, Receipt
 from transfer_queue.dataloader.feed import Calling, Feed
-from transfer_queue.dataloader.lease_owner import LeaseOwner
+from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner
 from transfer_queue.errors import InvalidInput, ServiceError
 
 
@@ -53,13 +53,13 @@ class Work:
         if self._acks is not None:
             self._acks.confirm_pending()
 
-    def end_acks(self) -> None:
+    def end_acks(self, within_s: float | None = None) -> None:
         """Everything that was used is acknowledged. Raises `LeaseExpired` when it went to others."""
         acks, self._acks = self._acks, None
         if acks is not None:
             try:
                 if self.is_mine:
-                    acks.confirm_pending()
+                    acks.confirm_pending(within_s)
             finally:
                 acks.close()
 
@@ -71,7 +71,7 @@ class Work:
         feed.stop()
         try:
             with contextlib.suppress(ServiceError):
-                self.end_acks()
+                self.end_acks(LEAVE_S)
         finally:
             if self.is_mine:
                 feed.close()
