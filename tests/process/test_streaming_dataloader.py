@@ -219,6 +219,21 @@ def test_what_an_abandoned_iterator_had_comes_back_at_once(client: Client) -> No
     assert used(client) == 16
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_was_closed_goes_on_elsewhere_though_its_iterator_is_still_held(
+    client: Client, num_workers: int
+) -> None:
+    put(client, 4)
+    loader = Loader(dataset(), num_workers, multiprocessing_context="fork" if num_workers else None)
+    running = iter(loader)
+    next(running)
+    loader.close()
+    loader.step("other")
+    client.put({"x": torch.arange(4)}, partition_id="other")
+    assert next(iter(loader))[0]["x"].tolist() == [0, 1]
+    loader.close()
+
+
 def test_workers_that_wait_for_rows_end_with_the_iterator(client: Client) -> None:
     put(client, 4)
     stream = dataset(should_check_consumption_status=False, prefetch=True)

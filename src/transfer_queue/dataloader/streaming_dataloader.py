@@ -255,9 +255,9 @@ class _Deliveries(Iterator[Any]):
         receipt = self._in_hand
         if receipt is None or self._pid != os.getpid():
             return
-        if not self._is_asked:
-            self._ack, self._is_asked = receipt.ack(self._client.session), True
         try:
+            if not self._is_asked:
+                self._ack, self._is_asked = receipt.ack(self._client.session), True
             returned = acknowledge(self._client, self._ack, within_s)
         except TransferQueueError:
             self._in_hand, self._is_asked = None, False
@@ -283,6 +283,7 @@ class _Deliveries(Iterator[Any]):
         if self._is_asked:  # the question was interrupted: what became of the rows is known nowhere else
             with contextlib.suppress(TransferQueueError):
                 self.confirm_pending(LEAVE_S)
+        self._in_hand = None  # it is offered again, or was acknowledged
         self._holder.close()
         if self._told:
             self._links.turn.begin(0)

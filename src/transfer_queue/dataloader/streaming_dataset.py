@@ -345,8 +345,9 @@ class StreamingDataset(IterableDataset[Any]):
         receipt = work.in_hand
         if receipt is None:
             return
-        acks, rows, ack = work.acks(), rows_in(receipt.rows), receipt.ack(work.client.session)
+        rows = rows_in(receipt.rows)
         try:
+            acks, ack = work.acks(), receipt.ack(work.client.session)
             acks.confirm_pending()
             self._returned.difference_update(rows)
             acks.begin(ack)  # no interrupt comes between this and the next two
@@ -360,6 +361,9 @@ class StreamingDataset(IterableDataset[Any]):
             if work.in_hand is None:
                 del self._used[len(self._used) - len(rows) :]
             work.items, work.in_hand = iter(()), None  # the rest of the batch is lost as well
+            raise
+        except ServiceError:
+            work.in_hand = None  # its lease may be gone, with the service that gave it
             raise
 
     def _end_lease_in_buffer(self, receipt: Receipt) -> None:
