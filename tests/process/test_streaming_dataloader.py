@@ -229,7 +229,7 @@ def test_a_loader_that_was_closed_goes_on_elsewhere_though_its_iterator_is_still
     next(running)
     loader.close()
     loader.step("other")
-    client.put({"x": torch.arange(4)}, partition_id="other")
+    put(client, 4, "other")
     assert next(iter(loader))[0]["x"].tolist() == [0, 1]
     loader.close()
 
