@@ -77,7 +77,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         batch, partition = kwargs.get("batch_index"), kwargs.get("partition")
         if batch is not None:
             self._comes_to(where, rank, batch, size, ready_indexes)
-        known = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch)
+        known = self._sliced(where, rank).get(batch)
         if batch is not None and known is not None:
             return list(known[0]), list(known[1])
         if partition is None:
@@ -89,7 +89,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             return rows, list(rows)
         self._prepare_batch_index(*where, batch, size, budget, underfill, ready_indexes, partition, done)
         self._bring_forward(where, rank, batch, ready_indexes)
-        found = self._states.get(partition_id, {}).get(task_name, {}).get(rank, {}).get(batch, ((), ()))
+        found = self._sliced(where, rank).get(batch, ((), ()))
         return list(found[0]), list(found[1])
 
     def _prepare_batch_index(
@@ -107,9 +107,8 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         """Remember a slice of this batch for every rank that has none and has rows, and that will ask for it next."""
         where = (partition_id, task_name)
         self._deal(where, dp_size, token_budget, ready_indexes, partition, production_done)
-        ranks = self._states.get(partition_id, {}).get(task_name, {})
         for rank in range(dp_size):
-            if batch_index in ranks.get(rank, {}) or not self._is_next(where, rank, batch_index):
+            if batch_index in self._sliced(where, rank) or not self._is_next(where, rank, batch_index):
                 continue
             rows = self._slice(where, rank, token_budget, allow_underfill or production_done)
             if rows:  # nothing is no answer: whoever asks for it waits
@@ -122,7 +121,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         asked = self._asked.get(partition, {}).get(task, {}).get(rank)
         if not isinstance(asked, int) or not isinstance(batch_index, int):
             return True
-        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        sliced = self._sliced(where, rank)
         return asked <= batch_index and all(earlier in sliced for earlier in range(asked, batch_index))
 
     def _comes_to(self, where: tuple[str, str], rank: int, batch_index: Any, size: int, ready: list[int]) -> None:
@@ -132,7 +131,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         if not asked:
             asked.update(dict.fromkeys(range(size), batch_index))
         before, asked[rank] = asked.get(rank), batch_index
-        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        sliced = self._sliced(where, rank)
         if before in sliced and before != batch_index and _all_in(sliced[before][0], ready):
             del sliced[before]
             self._remembered.pop(where, None)
@@ -143,7 +142,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
         buckets = self._buckets.get(partition, {}).get(task, {})
         for gone in [rank for rank in buckets if rank >= size]:
             del buckets[gone]
-            sliced = self._states.get(partition, {}).get(task, {}).get(gone, {})
+            sliced = self._sliced(where, gone)
             for batch in [batch for batch, (rows, _) in sliced.items() if _all_in(rows, ready)]:
                 del sliced[batch]
             self._remembered.pop(where, None)
@@ -151,8 +150,7 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
     def _bring_forward(self, where: tuple[str, str], rank: int, batch_index: Any, ready: list[int]) -> None:
         """Where nothing is left for this batch, as what it had was given back and dealt to others, the rank gets what
         was kept for its next one: it could not come to that."""
-        partition, task = where
-        sliced = self._states.get(partition, {}).get(task, {}).get(rank, {})
+        sliced = self._sliced(where, rank)
         if not sliced or batch_index in sliced or not isinstance(batch_index, int):
             return
         for later in sorted(one for one in sliced if isinstance(one, int) and one > batch_index):
@@ -167,6 +165,11 @@ class StreamingTokenBudgetSampler(GRPOGroupNSampler):
             held = self._remembered.get((partition_id, task_name))
             if held is not None:
                 held.update(result[0])
+
+    def _sliced(self, where: tuple[str, str], rank: int) -> dict[Any, Any]:
+        """What is remembered for a rank, by batch."""
+        partition, task = where
+        return self._states.get(partition, {}).get(task, {}).get(rank, {})
 
     def _bucket(self, where: tuple[str, str], rank: int) -> list[int]:
         partition, task = where

@@ -82,9 +82,9 @@ def serve(
     """
     if token is None:
         token = token_from_environment() or secrets.token_urlsafe(32)
-    if not token and not is_loopback(host):
-        raise ConfigError(f"{host} can be reached by others: serving there needs a token")
     if not is_loopback(host):
+        if not token:
+            raise ConfigError(f"{host} can be reached by others: serving there needs a token")
         checked_token(token, "token")
     return HttpServer(control_app(control, token, **limits), host, port, token)
 
