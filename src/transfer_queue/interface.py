@@ -559,9 +559,10 @@ def export_table(
     one of Arrow's files for `datasets.load_from_disk`.
 
     Written beside its place and renamed, on disk when this returns. `overwrite` replaces a file, never a directory.
-    Returns `{"rows", "files", "bytes"}`. Raises `FileExistsError`, and as `table`; OSError.
+    Returns `{"rows", "files", "bytes"}`. Raises `FileExistsError`, `NotSupported` where polars is not installed, and as
+    `table`; OSError.
     """
-    extras.require("arrow", "an export")
+    extras.require("parquet", "an export")
     from transfer_queue.tables.export import ExportForm, export
 
     return export(_session(), partition_id, target, ExportForm(format, columns, as_bytes, preview_chars, overwrite))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from test_tables_sql import command
 
 import transfer_queue as tq
 from transfer_queue.errors import DataLost, InvalidInput, NotSupported, UnknownRows
-from transfer_queue.tables import cell_batches, export, written_behind
+from transfer_queue.tables import cell_batches, export, table_files
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -40,7 +42,8 @@ def rows(request: pytest.FixtureRequest) -> str:
     return partition
 
 
-def test_a_file_has_the_rows_and_types_of_the_table(rows: str, tmp_path: Path) -> None:
+def test_a_file_has_the_rows_and_types_of_the_table(rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
     path = tmp_path / "a.parquet"
     told = tq.export_table(rows, path)
     found = pq.read_table(path)
@@ -141,57 +144,114 @@ def test_a_dataset_on_disk_has_the_layout_that_hugging_face_maps(
     assert found.drop_columns("x").equals(tq.table(rows).to_arrow().drop_columns("x"))
 
 
+@pytest.fixture
+def large_rows(request: pytest.FixtureRequest) -> str:
+    """A partition of 4 MB."""
+    partition: str = request.node.name
+    tq.kv_batch_put([str(n) for n in range(64)], partition, {"x": torch.rand(64, 1 << 14)})
+    return partition
+
+
+@contextlib.contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """What this process writes into a file behind that is refused by the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("form", ["parquet", "hf", "hf-disk"])
 def test_bytes_that_the_disk_refuses_are_an_error_and_leave_no_thread(
-    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    large_rows: str, form: str, tmp_path: Path
 ) -> None:
-    write = os.write
-
-    def full(fd: int, data: Any) -> int:
-        if str(tmp_path) in os.readlink(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(fd, data)
-
-    monkeypatch.setattr(written_behind.os, "write", full)
-    for name, form in (("a.parquet", "parquet"), ("d", "parquet"), ("h", "hf-disk")):
-        with pytest.raises(OSError, match="No space left"):
-            tq.export_table(rows, tmp_path / name, form)
+    with files_of_at_most(1 << 20), pytest.raises(OSError, match="File too large") as failed:
+        tq.export_table(large_rows, tmp_path / ("a.parquet" if form == "parquet" else "d"), form)
+    assert failed.value.errno == errno.EFBIG
     assert os.listdir(tmp_path) == []
     assert "tq-export" not in {thread.name for thread in threading.enumerate()}
 
 
+def is_writing() -> bool:
+    return "tq-export" in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_writer_waits_where_the_disk_is_slower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_behind, "HELD_NBYTES", 1000)
-    file = written_behind.WrittenBehind(tmp_path / "a")
-    given = [os.urandom(size) for size in (0, 999, 1, 100_000, 7, 1000)]
-    for part in given:
-        file.write(part)
-    assert file._parts._held_nbytes <= 1000 + max(map(len, given))
-    file.close(whole=True)
-    assert (tmp_path / "a").read_bytes() == b"".join(given)
-    assert file.tell() == sum(map(len, given))
+    monkeypatch.setattr(table_files, "HELD_NBYTES", 1000)
+    schema = pa.schema([("x", pa.int64())])
+    sink = table_files.BatchSink(tmp_path / "a", schema, 10)
+    sink.start()
+    for n in range(200):
+        batch = pa.record_batch({"x": range(n * 50, n * 50 + 50)}, schema)
+        sink.add(batch)
+        assert sink._held_nbytes <= 1000 + batch.nbytes
+    sink.end()
+    assert pq.read_table(tmp_path / "a")["x"].to_pylist() == list(range(10_000))
 
 
 @UNCLEAN[0]
 @UNCLEAN[1]
-def test_an_interrupt_anywhere_ends_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_behind, "HELD_NBYTES", 1)
+@pytest.mark.parametrize("kind", [table_files.ParquetFile, table_files.ArrowFile])
+def test_an_interrupt_anywhere_ends_the_thread_that_writes(
+    kind: type[table_files.TableFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_files, "HELD_NBYTES", 1)
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1)
 
     def write() -> None:
-        with export.ArrowFile(tmp_path / "a", pa.schema([("x", pa.int64())])) as file:
+        with kind(tmp_path / "a", pa.schema([("x", pa.int64())])) as file:
             file.write(pa.record_batch({"x": [1, 2]}))
             file.write(pa.record_batch({"x": [3]}))
 
     for strike in strikes(write, only="tables"):
-        until(
-            lambda: "tq-export" not in {one.name for one in threading.enumerate()}, f"the end of the thread: {strike}"
-        )
+        until(lambda: not is_writing(), f"the end of the thread: {strike}")
 
 
-def test_a_file_that_nobody_has_any_more_keeps_no_thread(tmp_path: Path) -> None:
+def test_a_file_that_nobody_has_any_more_keeps_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt may strike wherever it would be closed."""
-    written_behind.WrittenBehind(tmp_path / "a").write(b"some")
-    until(lambda: "tq-export" not in {thread.name for thread in threading.enumerate()}, "the thread ended")
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1)
+    table_files.ParquetFile(tmp_path / "a", pa.schema([("x", pa.int64())])).write(pa.record_batch({"x": [1]}))
+    until(lambda: not is_writing(), "the thread ended")
     assert str(tmp_path / "a") not in {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
+
+
+def growing(partition: str) -> list[int]:
+    """Puts rows that become longer and longer; how long they are."""
+    lengths = [1] * 2000 + [1000] * 900
+    tq.kv_batch_put([str(n) for n in range(2900)], partition, {"r": [torch.arange(length) for length in lengths]})
+    return lengths
+
+
+def test_a_file_whose_later_rows_are_much_larger_has_small_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
+    monkeypatch.setattr(cell_batches, "BATCH_NBYTES", 1 << 12)
+    lengths = growing(request.node.name)
+    assert tq.export_table(request.node.name, tmp_path / "a.parquet")["rows"] == 2900
+    found = pq.ParquetFile(tmp_path / "a.parquet")
+    assert [len(row) for row in found.read()["r"].to_pylist()] == lengths
+    groups = [found.metadata.row_group(number) for number in range(found.num_row_groups)]
+    assert max(group.total_byte_size for group in groups) < (1 << 12) * table_files.UNEVEN * 2
+
+
+def test_a_directory_whose_later_rows_are_much_larger_has_one_more_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
+    monkeypatch.setattr(cell_batches, "BATCH_NBYTES", 1 << 12)
+    lengths = growing(request.node.name)
+    assert tq.export_table(request.node.name, tmp_path / "d")["files"] > 1
+    assert [len(row) for row in pq.read_table(tmp_path / "d")["r"].to_pylist()] == lengths
+
+
+def test_texts_are_compressed_and_numbers_are_not(rows: str, tmp_path: Path) -> None:
+    for columns, wanted in ((["key", "s"], "ZSTD"), (["key", "x", "m"], "UNCOMPRESSED")):
+        tq.export_table(rows, tmp_path / "a.parquet", columns=columns, overwrite=True)
+        group = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0)
+        assert {group.column(at).compression for at in range(group.num_columns)} == {wanted}
 
 
 def test_a_partition_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
@@ -223,7 +283,7 @@ def test_bad_input_is_refused_before_anything_is_written(rows: str, tmp_path: Pa
     with pytest.raises(InvalidInput, match="no column 'y'"):
         tq.export_table(rows, tmp_path / "a.parquet", columns=["y"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(NotSupported, match=r"transfer-queue\[arrow\]"):
+    with pytest.raises(NotSupported, match=r"transfer-queue\[parquet\]"):
         tq.export_table(rows, tmp_path / "a.parquet")
     assert os.listdir(tmp_path) == []
 

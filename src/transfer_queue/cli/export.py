@@ -35,12 +35,12 @@ def export(
 ) -> None:
     """Write a partition as Parquet, or for Hugging Face.
 
-    Whole and on disk, or not at all. Needs the extra `arrow` (docs/tables.md).
+    Whole and on disk, or not at all. Needs the extra `parquet` (docs/tables.md).
     """
     from transfer_queue.errors import InvalidInput, TransferQueueError
     from transfer_queue.tables import extras
 
-    extras.require("arrow", "tq export")
+    extras.require("parquet", "tq export")
     from transfer_queue.tables.export import ExportForm
     from transfer_queue.tables.export import export as write
 

@@ -21,10 +21,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from transfer_queue.arguments import flag, text
 from transfer_queue.client.session import Session
@@ -33,11 +32,12 @@ from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.saved.local import new_directory
 from transfer_queue.saved.places import is_url
 from transfer_queue.tables.partition_table import PartitionTable, table
-from transfer_queue.tables.written_behind import WrittenBehind
+from transfer_queue.tables.table_files import UNEVEN, ArrowFile, ParquetFile, TableFile
 
 FORMATS = PARQUET, HUGGING_FACE, SAVED = "parquet", "hf", "hf-disk"
 SHARD_NBYTES = 500 << 20
 SUFFIX = ".parquet"
+Progress: TypeAlias = Callable[[int, int], None]
 OTHER_FILES = {".csv", ".tsv", ".json", ".jsonl", ".arrow", ".feather", ".xlsx", ".pq", ".gz", ".zip", ".db"}
 
 
@@ -49,7 +49,7 @@ class ExportForm(NamedTuple):
     as_bytes: Sequence[str] = ()
     preview_chars: int | None = None
     overwrite: bool = False
-    progress: Callable[[int, int], None] | None = None
+    progress: Progress | None = None
 
 
 def export(session: Session, partition_id: str, target: str | os.PathLike[str], wanted: ExportForm) -> dict[str, int]:
@@ -68,14 +68,13 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     found = table(session, partition_id, as_bytes=wanted.as_bytes, preview_chars=wanted.preview_chars)
     if wanted.columns is not None:
         found = found.select(wanted.columns)
-    batches = _told(found, wanted.progress)
     if is_file:
-        return _one_file(place, found, batches, overwrite)
+        return _one_file(place, found, wanted.progress, overwrite)
     write = {PARQUET: _directory, HUGGING_FACE: _dataset, SAVED: _saved_dataset}[wanted.format]
-    return write(place, found, batches)
+    return write(place, found, _told(found, wanted.progress))
 
 
-def _told(found: PartitionTable, progress: Callable[[int, int], None] | None) -> Iterator[pa.RecordBatch]:
+def _told(found: PartitionTable, progress: Progress | None) -> Iterator[pa.RecordBatch]:
     done = 0
     for batch in found.batches():
         yield batch
@@ -84,16 +83,31 @@ def _told(found: PartitionTable, progress: Callable[[int, int], None] | None) ->
             progress(done, len(found))
 
 
-def _one_file(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch], overwrite: bool) -> dict[str, int]:
+def _one_file(place: Path, found: PartitionTable, progress: Progress | None, overwrite: bool) -> dict[str, int]:
     with _drafted(place) as draft:
-        with ParquetFile(draft, found.schema) as file:
-            for batch in batches:
-                file.write(batch)
+        file, is_whole = _written(draft, found, progress, 0)
+        while not is_whole:
+            file, is_whole = _written(draft, found, progress, max(1, file.group_rows // UNEVEN))
         if not overwrite and os.path.lexists(place):
             raise FileExistsError(f"{place} exists")
         os.replace(draft, place)
     sync_directory(place.parent)
     return {"rows": file.rows, "files": 1, "bytes": place.stat().st_size}
+
+
+def _written(
+    draft: Path, found: PartitionTable, progress: Progress | None, group_rows: int
+) -> tuple[ParquetFile, bool]:
+    """The file, and whether all is in it. Not where later rows turn out much larger than the first: row groups of that
+    many rows would need too much memory."""
+    file = ParquetFile(draft, found.schema, group_rows)
+    with file:
+        for batch in _told(found, progress):
+            if file.is_uneven:
+                file.abandon()
+                return file, False
+            file.write(batch)
+    return file, True
 
 
 @contextlib.contextmanager
@@ -141,9 +155,9 @@ def _locked(draft: Path, held: contextlib.ExitStack) -> bool | None:
 
 def _directory(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
     with new_directory(place) as draft:
-        written = _shards(draft, "data-{:05d}", found, batches, ParquetFile)
+        told = _counts(_shards(draft, "data-{:05d}", found, batches, ParquetFile))
         sync_directory(draft)
-    return _counts(written)
+    return told
 
 
 def _dataset(place: Path, found: PartitionTable, batches: Iterator[pa.RecordBatch]) -> dict[str, int]:
@@ -173,8 +187,9 @@ def _saved_dataset(place: Path, found: PartitionTable, batches: Iterator[pa.Reco
             "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
             "_split": "train",
         })  # fmt: skip
+        told = _counts(written)
         sync_directory(draft)
-    return _counts(written)
+    return told
 
 
 def _about(found: PartitionTable) -> dict[str, Any]:
@@ -205,7 +220,7 @@ def _shards(
     while following is not None or not written:
         with kind(directory / (name.format(len(written)) + kind.suffix), found.schema) as file:
             written.append(file)
-            while following is not None and (not file.rows or file.nbytes < SHARD_NBYTES):
+            while following is not None and (not file.rows or not (file.is_uneven or file.nbytes >= SHARD_NBYTES)):
                 file.write(following)
                 following = next(batches, None)
     return written
@@ -215,82 +230,5 @@ def _counts(written: Sequence[TableFile]) -> dict[str, int]:
     return {
         "rows": sum(file.rows for file in written),
         "files": len(written),
-        "bytes": sum(file.nbytes for file in written),
-    }
-
-
-class TableFile:
-    """A new file, of which every byte is on the disk when the context ends without an error. The bytes given are
-    written by a thread."""
-
-    suffix: str
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path = path
-        self.rows = 0
-        self._schema = schema
-
-    def __enter__(self) -> TableFile:
-        self._file = WrittenBehind(self.path)
-        try:
-            self._writer = self._new_writer(pa.PythonFile(self._file, "w"))
-        except BaseException:
-            self._file.close(False)
-            raise
-        return self
-
-    def _new_writer(self, file: pa.NativeFile) -> Any:
-        raise NotImplementedError
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes given so far."""
-        return self._file.nbytes
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        self._writer.write_batch(batch)
-        self.rows += batch.num_rows
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        is_whole = False
-        try:
-            if error is not None:
-                self._file.drop()  # an end of the writer's is of no use, and must not wait
-            self._end(error is None)
-            is_whole = error is None
-        finally:
-            self._file.close(is_whole)
-
-    def _end(self, is_whole: bool) -> None:
-        self._writer.close()
-
-
-class ParquetFile(TableFile):
-    suffix = SUFFIX
-
-    def _new_writer(self, file: pa.NativeFile) -> Any:
-        return pq.ParquetWriter(file, self._schema, **_encoding(self._schema))
-
-
-class ArrowFile(TableFile):
-    """A stream of Arrow, with a batch also where there are no rows: Hugging Face expects one."""
-
-    suffix = ".arrow"
-
-    def _new_writer(self, file: pa.NativeFile) -> Any:
-        return pa.ipc.new_stream(file, self._schema)
-
-    def _end(self, is_whole: bool) -> None:
-        if is_whole and not self.rows:
-            self.write(pa.RecordBatch.from_pylist([], self._schema))
-        super()._end(is_whole)
-
-
-def _encoding(schema: pa.Schema) -> dict[str, Any]:
-    """Texts by dictionary and compressed. Numbers as they are: to compress floats costs more than it saves."""
-    text = [field.name for field in schema if pa.types.is_large_string(field.type)]
-    return {
-        "use_dictionary": [name for name in text if "." not in name],
-        "compression": {name: "zstd" if name in text else "none" for name in schema.names},
-        "write_statistics": text,
+        "bytes": sum(file.path.stat().st_size for file in written),
     }

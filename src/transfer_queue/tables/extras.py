@@ -1,4 +1,4 @@
-"""The packages of the extras `arrow` and `sql`."""
+"""The packages of the extras `arrow`, `parquet` and `sql`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 from transfer_queue.errors import NotSupported
 
-PACKAGES = {"arrow": ("pyarrow",), "sql": ("pyarrow", "duckdb")}
+PACKAGES = {"arrow": ("pyarrow",), "parquet": ("pyarrow", "polars"), "sql": ("pyarrow", "duckdb")}
 
 
 def require(extra: str, what: str) -> None:
