@@ -381,6 +381,29 @@ class TestTail:
         assert following.wait(20) == 0
 
 
+@pytest.mark.usefixtures("filled")
+def test_tail_shows_what_happens_to_rows_without_a_key(tmp_path: Path) -> None:
+    client = transfer_queue.get_client()
+    arguments = ["-c", CODE, "tail", "events", "--events", "--json", "--address", transfer_queue.address()]
+    with open(tmp_path / "said", "w") as said:
+        process = CHILDREN.start(arguments, ENVIRONMENT, stderr=said.fileno())
+    try:
+        until(lambda: "following events" in (tmp_path / "said").read_text(), "its first question")
+        client.put({"x": torch.zeros(3, 1)}, partition_id="events")
+        client.get_meta(["x"], 2, "events", task_name="actor")
+        written, taken = (json.loads(process.stdout.readline()) for _ in range(2))
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        process.stdin.close()
+        process.stdout.close()
+        client.clear_partition("events")
+    assert (written["what"], written["rows"], written["detail"], written["of"]) == (
+        "written", 3, "x", f"pid {os.getpid()}",
+    )  # fmt: skip
+    assert (taken["what"], taken["rows"], taken["task"], taken["first"]) == ("taken", 2, "actor", written["first"])
+
+
 def test_tail_ends_in_time(filled: transfer_queue.TransferQueueClient) -> None:
     done = tq("tail", "train", "--for", "0.1", "--address", transfer_queue.address())
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "following partition 'train'\n")

@@ -340,11 +340,64 @@ def test_a_row_that_nobody_gets_says_why(state: str) -> None:
     assert row(box, made).tasks[0].state == state
 
 
+def follow(box: Box, seen: m.EventsSeen | None = None, most: int = 1024) -> m.EventsSeen:
+    since, memory = (0, 0) if seen is None else (seen.since, seen.memory)
+    reply: m.EventsSeen = box.handle(m.FollowEvents(1, "p", since, memory, most))
+    return reply
+
+
+def test_events_are_those_since_the_last_look() -> None:
+    box = Box()
+    box.put(["before"], ["x"])
+    begun = follow(box)
+    assert begun.events == []
+    rows = indexes(box.put(3, ["x", "y"]))
+    fetch(box, ["x"], 2)
+    box.now += 2.0
+    seen = follow(box, begun)
+    told = [(one.what, one.task, one.detail, one.rows, one.first, one.last, one.ago_s) for one in seen.events]
+    assert told == [
+        ("written", "", "x, y", 3, rows[0], rows[2], 2.0), ("taken", "t", "", 2, rows[0] - 1, rows[0], 2.0),
+    ]  # fmt: skip
+    assert follow(box, seen).events == []
+
+
+def test_events_come_in_parts_and_those_of_other_partitions_not_at_all() -> None:
+    box = Box()
+    begun = follow(box)
+    for _ in range(3):
+        box.put(1, ["x"])
+        box.handle(m.FollowEvents(1, "q", 0, 0))
+    box.put(1, ["x"], partition="q")
+    first = follow(box, begun, most=2)
+    second = follow(box, first, most=2)
+    assert (len(first.events), len(second.events), follow(box, second).events) == (2, 1, [])
+
+
+def test_events_that_were_forgotten_are_counted() -> None:
+    box = Box()
+    begun = follow(box)
+    for _ in range(MAX_EVENTS + 5):
+        box.controller.state.recent.note(Happened(0.0, "written", "p", np.arange(1), b"s", "", ("x",)))
+    seen = follow(box, begun)
+    assert (seen.missed, len(seen.events)) == (5, 1024)
+    assert follow(box, seen).missed == 0
+
+
+def test_events_of_another_servers_memory_begin_anew() -> None:
+    box = Box()
+    box.put(3, ["x"])
+    seen = box.handle(m.FollowEvents(1, "p", 40, 12345))
+    assert (seen.events, seen.since, seen.memory) == ([], follow(box).since, follow(box).memory)
+    assert seen.memory != 12345
+
+
 @pytest.mark.parametrize(
     "message",
     [
         m.DescribeService(1, -1), m.DescribeService(1, 1 << 60), m.MapCells(1, "p", 0, 0), m.MapCells(1, "p", 3, 2),
         m.MapCells(1, "p", -2, 2), m.InspectRow(1, "p", None, None), m.InspectRow(1, "p", "a", 0),
+        m.FollowEvents(1, "p", 0, 0, 0), m.FollowEvents(1, "p", 0, 0, 1 << 60),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused(message: Any) -> None:

@@ -5,7 +5,8 @@ tables        what is printed: tables, texts that are anybody's, JSON
 progress      bars on long work, where a person sits before a terminal
 serving       `serve`
 looking       `status`, `tasks`, `leases`, `groups`, `waits`, `replicas`
-listing       `ls`, `tail`: partitions, keys and tags, as they are and as they change
+listing       `ls`: partitions, keys and tags, as they are
+tailing       `tail`: keys and tags as they change, and what happens to rows
 inspecting    `inspect`: what is known of one row
 previews      values, shortened to a line
 top           `top`: what happens now, once a second
@@ -41,7 +42,7 @@ COMMANDS = {
     "status": "looking.status",
     "top": "top.top",
     "ls": "listing.ls",
-    "tail": "listing.tail",
+    "tail": "tailing.tail",
     "inspect": "inspecting.inspect",
     "tasks": "looking.tasks",
     "leases": "looking.leases",

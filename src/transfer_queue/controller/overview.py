@@ -6,6 +6,7 @@ million rows. A map is cut into slices, so that nobody waits for long behind one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ class Overviews:
         self._waiting = [WaitPlace(state.fetching.parked, "get_meta", self._lack_of_fetch), *waiting]
         self.rules: dict[type, Callable[[Any], m.Reply]] = {
             m.DescribeService: self.describe, m.MapCells: self.map, m.InspectRow: self.inspect,
+            m.FollowEvents: self.follow,
         }  # fmt: skip
 
     @property
@@ -190,6 +192,26 @@ class Overviews:
             self._age(table, slot), self._state.groups.group_of(table.name, row),
             [self._row_of(table, name, task, slot, row) for name, task in table.tasks.items()], events,
         )  # fmt: skip
+
+    def follow(self, message: m.FollowEvents) -> m.EventsSeen:
+        """See `m.EventsSeen`. `InvalidInput` for a bad `most`."""
+        if not 1 <= message.most <= MAX_LISTED:
+            raise InvalidInput(f"most {message.most}: expected from 1 to {MAX_LISTED}")
+        recent, memory = self._state.recent, os.getpid()
+        if message.memory != memory:
+            return m.EventsSeen(message.rid, recent.num_noted, memory, 0, [])
+        number, found = max(message.since, recent.num_forgotten), list[m.RowsEvent]()
+        for one in recent.since(number):
+            if len(found) == message.most:
+                break
+            number += 1
+            if one.partition == message.partition and len(one.rows):
+                detail = ", ".join((*one.detail, *dict.fromkeys(text for text, _ in one.runs)))
+                found.append(m.RowsEvent(
+                    self._now - one.at, one.what, one.session, one.task, detail, len(one.rows), int(one.rows.min()),
+                    int(one.rows.max()),
+                ))  # fmt: skip
+        return m.EventsSeen(message.rid, number, memory, max(0, recent.num_forgotten - message.since), found)
 
     def _age(self, table: Table, slot: int) -> int | None:
         born = int(table.row_versions.born[slot])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ class RecentEvents:
     def __init__(self) -> None:
         self._events: deque[Happened] = deque()
         self._num_rows = 0
+        self.num_noted = 0  # so far, those that are forgotten as well
         self.keepers: list[Callable[[Happened], None]] = []  # who is told of each event
 
     def wrote(self, at: float, session: bytes, message: m.Commit, rows: bytes) -> None:
@@ -94,9 +95,18 @@ class RecentEvents:
         for keep in self.keepers:
             keep(event)
         self._events.append(event)
+        self.num_noted += 1
         self._num_rows += len(event.rows)
         while len(self._events) > MAX_EVENTS or self._num_rows > MAX_ROWS:
             self._num_rows -= len(self._events.popleft().rows)
+
+    @property
+    def num_forgotten(self) -> int:
+        return self.num_noted - len(self._events)
+
+    def since(self, number: int) -> Iterator[Happened]:
+        """Those from that number on that are remembered, oldest first."""
+        return itertools.islice(self._events, max(0, number - self.num_forgotten), None)
 
     def of_row(self, partition: str, row: int) -> list[Happened]:
         """Oldest first."""

@@ -133,7 +133,9 @@ from transfer_queue.wire.messages.locks import Unlock as Unlock
 from transfer_queue.wire.messages.overview import CellMap as CellMap
 from transfer_queue.wire.messages.overview import DepartureOverview as DepartureOverview
 from transfer_queue.wire.messages.overview import DescribeService as DescribeService
+from transfer_queue.wire.messages.overview import EventsSeen as EventsSeen
 from transfer_queue.wire.messages.overview import FleetOverview as FleetOverview
+from transfer_queue.wire.messages.overview import FollowEvents as FollowEvents
 from transfer_queue.wire.messages.overview import GivenBack as GivenBack
 from transfer_queue.wire.messages.overview import InspectRow as InspectRow
 from transfer_queue.wire.messages.overview import LeaseOverview as LeaseOverview
@@ -144,6 +146,7 @@ from transfer_queue.wire.messages.overview import ReportReplicas as ReportReplic
 from transfer_queue.wire.messages.overview import RowEvent as RowEvent
 from transfer_queue.wire.messages.overview import RowInspected as RowInspected
 from transfer_queue.wire.messages.overview import RowOfTask as RowOfTask
+from transfer_queue.wire.messages.overview import RowsEvent as RowsEvent
 from transfer_queue.wire.messages.overview import ServiceOverview as ServiceOverview
 from transfer_queue.wire.messages.overview import SessionOverview as SessionOverview
 from transfer_queue.wire.messages.overview import TaskOverview as TaskOverview
@@ -223,7 +226,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 
 ClientMessage: TypeAlias = (
@@ -238,14 +241,14 @@ ClientMessage: TypeAlias = (
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
     | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool | UnstartSlots
-    | ListTags | MarkPool | ResumePool
+    | ListTags | MarkPool | ResumePool | FollowEvents
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing
     | RowStatus | PartitionInfo | Report | Joined | Blocks | Drop | SparseBlock | GatherRows | Captured | Lent
     | Handed | Counted | Admitted | Waiting | Locked | PartitionDescription | Requeued
     | StepResumed | StepTaken | Tickets | SlotsClaimed | SlotsFinished | GroupsLent | CellDigests | KeyVersions
-    | ServiceOverview | CellMap | RowInspected | TagColumns | PoolResumed
+    | ServiceOverview | CellMap | RowInspected | TagColumns | PoolResumed | EventsSeen
 )  # fmt: skip
 
 
@@ -313,6 +316,7 @@ MUTATING = frozenset((
 READS = frozenset((
     Get, Scan, ListTags, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
     ListDeadLetters, GetStep, DescribePool, DescribeSeries, WatchKeys, DescribeService, MapCells, InspectRow,
+    FollowEvents,
 ))  # fmt: skip
 
 # They add to what is kept; `Find` does where it is to `create`, and else changes nothing that lasts.

@@ -244,3 +244,37 @@ class RowInspected(Reply):
     group: str | None
     tasks: list[RowOfTask]
     events: list[RowEvent]
+
+
+class FollowEvents(Request):
+    """What happened to rows of a partition since event number `since` of the memory `memory` (`EventsSeen`), the oldest
+    `most` of that. 0 for `memory`: nothing yet, only where to begin. The partition need not exist."""
+
+    partition: str
+    since: int
+    memory: int
+    most: int = 1024
+
+
+class RowsEvent(msgspec.Struct, array_like=True):
+    """As `RowEvent`, of `rows` rows at once; `first` and `last`: the smallest and the largest global index of them."""
+
+    ago_s: float
+    what: str
+    session: bytes
+    task: str
+    detail: str
+    rows: int
+    first: int
+    last: int
+
+
+class EventsSeen(Reply):
+    """`since` and `memory` for the next request. A memory is that of one server process: another one begins anew, and
+    then there are no events here. `missed`: how many events of all partitions were forgotten before they were asked
+    for."""
+
+    since: int
+    memory: int
+    missed: int
+    events: list[RowsEvent]
