@@ -14,7 +14,7 @@ partition_table    a partition as a table
 queries            SQL over partitions
 overview_table     what an overview of the service lists, as tables
 export             a table as Parquet, or as a dataset of Hugging Face
-written_behind     a file that a thread writes, for exports
+table_files        new files of Parquet and Arrow, on the disk as a whole
 
 Nothing is imported here, so that a process without pyarrow can say what it lacks.
 """
