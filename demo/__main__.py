@@ -24,6 +24,9 @@ def main(
     kill_service: Annotated[
         float | None, typer.Option(min=0.1, help="Kill -9 the service every so many seconds.", show_default="never")
     ] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="End with the same weights in every run, whoever is killed; slower.")
+    ] = False,
     page: Annotated[bool, typer.Option("--page", help="Show the queue in a browser; the run prints where.")] = False,
     page_port: Annotated[int, typer.Option(help="Of the page; 0 takes any free one.")] = 0,
 ) -> None:
@@ -45,6 +48,7 @@ def main(
             kill=kill,
             kill_service_s=kill_service,
             page_port=page_port if page else None,
+            reproducible=reproducible,
         )
         sys.exit(run(settings, interrupts))
 

@@ -105,6 +105,8 @@ class Board:
     """Generation was frozen for new weights, per worker; known at the end."""
     midway: int = 0
     """Versions that came between two tokens of some sample; known at the end."""
+    weights: str = ""
+    """A digest of those that the trainer ends with."""
     pids: dict[str, int] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     flight: list[tuple[float, int]] = field(default_factory=list)
@@ -121,7 +123,7 @@ class Board:
         by_name = {name: [tag for tag in status if tag["worker"] == name] for name in self.settings.worker_names}
         self.workers = {name: _state(name, lives, now) for name, lives in by_name.items() if lives}
         for tag in sorted(by_name["trainer"], key=lambda tag: int(tag["life"])):  # what the latest one says counts
-            for name in ("phase", "updates", "solved", "examples", "midway"):
+            for name in ("phase", "updates", "solved", "examples", "midway", "weights"):
                 setattr(self, name, tag.get(name, getattr(self, name)))
         self._read_pauses([tag for name in self.settings.rollout_names for tag in by_name[name] if "paused_s" in tag])
         self._read_metrics(max((tag.get(TRAINED, -1) for tag in by_name["trainer"]), default=-1))

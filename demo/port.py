@@ -90,6 +90,7 @@ class Port:
         self._worker = worker
         self._task = worker.split()[0]
         self._patience_s = settings.patience_s
+        self._is_ordered = settings.reproducible
         self._kill = next((kill for kill in settings.kills if kill.worker == worker), None)
         self._totals = _Totals()
         self._spans: list[tuple[float, float, int, int]] = []
@@ -181,6 +182,9 @@ class Port:
                     timeout_s=timeout_s,
                     sampling_config={"max_staleness": max_staleness},
                 )
+                if self._is_ordered:  # they come in the order in which they were put, which is nobody's choice
+                    meta.reorder(_order(meta))
+                    data = self._client.get_data(meta)
                 return _Found(Rows(data=data, meta=meta), idle_from, time.monotonic() if idle_from else 0.0)
             idle_from = idle_from or time.monotonic()
         return _Found(None, idle_from, time.monotonic())
@@ -349,6 +353,12 @@ class Port:
             self._reports += 1
             self._spans = []
         self.account(Doing.SAMPLES, start, time.monotonic())  # for the next report; the last one is not counted
+
+
+def _order(meta: tq.BatchMeta) -> list[int]:
+    """The places of the rows by group; rows of a group are put together, so their indexes ascend."""
+    groups = [tags["group_id"] for tags in meta.custom_meta]
+    return sorted(range(meta.size), key=lambda place: (groups[place], meta.global_indexes[place]))
 
 
 def _kind(partition: str) -> Doing:

@@ -77,6 +77,8 @@ def _learned(board: Board) -> list[str]:
             f"{board.column('mixed').sum():,.0f} samples were made by several versions",
             f"generation was frozen for {board.paused_s / len(times) * 1e3:.1f} ms each time, "
             f"{board.longest_pause_s * 1e3:.1f} ms at most",
+            f"weights {board.weights} at the end"
+            + (f", as in every such run with seed {board.settings.seed}" if board.settings.reproducible else ""),
         ]
     return lines
 

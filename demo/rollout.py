@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from transfer_queue.weights import Spans
 _SWITCH_S = 0.0005  # how long the thread that generates keeps the one that takes weights waiting
 _GLANCE_S = 0.5
 _LIVES = 7919  # apart are the seeds of a worker's processes
+_STEPS, _GROUPS = 1_000_003, 10_007  # at most of these, for seeds of their own
 
 
 def run(worker: str, settings: Settings) -> None:
@@ -66,25 +68,55 @@ def _serve(port: Port, replica: Replica, generator: torch.Generator, ticket: Row
     """
     n = settings.samples_per_prompt
     by_step = {step: _unanswered(port, ticket, step) for step in sorted(set(ticket.tag("step")))}
+    numbers = ticket.tag("number")
     wanted = [place for places in by_step.values() for place in places]
     if wanted:
-        _wait_for_weights(port, replica, max(max(by_step) + 1 - settings.max_lag, 1), settings)
+        _wait_for_weights(port, replica, settings.weights_for(max(by_step)), settings)
         start = time.monotonic()
         with port.spending(Doing.WORK):
             prompts = padded(ticket.data["prompt"], PROMPT_LEN)[wanted].repeat_interleave(n, dim=0)
-            made, spans = replica.generate(prompts, settings.temperature, generator)
+            made, spans = _sample(replica, prompts, _draws(ticket, wanted, generator, settings), settings)
         for frozen in replica.pauses_within(start, time.monotonic()):
             port.account(Doing.WEIGHTS, *frozen, instead_of=Doing.WORK)
         port.pass_by("made", max(by_step))
         first = 0
         for step, places in by_step.items():  # the next ready prompts may belong to two steps
             rows = slice(first * n, (first + len(places)) * n)
-            numbers = [ticket.tag("number")[place] for place in places]
-            _add(port, step, numbers, prompts[rows], _part(made, rows), spans)
+            _add(port, step, [numbers[place] for place in places], prompts[rows], _part(made, rows), spans)
             first += len(places)
     port.acknowledge(ticket)
     port.drop(ticket)
     port.finish(len(wanted) * n)
+
+
+def _draws(
+    ticket: Rows, wanted: list[int], generator: torch.Generator, settings: Settings
+) -> list[tuple[int, torch.Generator]]:
+    """(prompts, generator) of what is sampled together, in order. What a worker gets with a ticket is chance, groups of
+    prompts are not: where a run is to be reproducible each has a seed of its own."""
+    if not settings.reproducible:
+        return [(len(wanted), generator)]
+    steps, numbers = ticket.tag("step"), ticket.tag("number")
+    groups = Counter((steps[place], numbers[place] // settings.samples_per_prompt) for place in wanted)
+    return [
+        (count, torch.Generator().manual_seed((settings.seed * _STEPS + step) * _GROUPS + group))
+        for (step, group), count in groups.items()
+    ]
+
+
+def _sample(
+    replica: Replica, prompts: Tensor, draws: list[tuple[int, torch.Generator]], settings: Settings
+) -> tuple[Generation, Spans]:
+    """Answers to all prompts. Several draws have the same weights: there are no newer ones before all are used."""
+    parts = prompts.split([count * settings.samples_per_prompt for count, _ in draws])
+    found = [replica.generate(part, settings.temperature, one) for part, (_, one) in zip(parts, draws, strict=True)]
+    made = [one for one, _ in found]
+    whole = Generation(
+        tokens=torch.cat([one.tokens for one in made]),
+        log_probs=torch.cat([one.log_probs for one in made]),
+        lengths=torch.cat([one.lengths for one in made]),
+    )
+    return whole, found[0][1]
 
 
 def _unanswered(port: Port, ticket: Rows, step: int) -> list[int]:

@@ -69,6 +69,9 @@ class Settings:
     """The service, too, is killed every so many seconds."""
     page_port: int | None = None
     """Of a page in a browser that shows the service; 0 takes any free one, None: no page."""
+    reproducible: bool = False
+    """All runs with a seed end with the same weights, to the last bit, whoever is killed: samples are made with the
+    newest weights only, from seeds of their own, and whoever works on a step takes all its rows, in the same order."""
     folder: Path = Path("demo-out")
     """For the picture, the trainer's checkpoint and what the workers print."""
 
@@ -98,6 +101,11 @@ class Settings:
     def rows_per_step(self) -> int:
         """Samples in one optimiser step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    def weights_for(self, step: int) -> int:
+        """The oldest version of the weights that may make samples for a step; those that learn from them are version
+        `step + 1`."""
+        return step + 1 if self.reproducible else max(step + 1 - self.max_lag, 1)
 
     @property
     def rollout_names(self) -> list[str]:
@@ -155,9 +163,12 @@ def choose(
     kill: bool,
     kill_service_s: float | None,
     page_port: int | None = None,
+    reproducible: bool = False,
 ) -> Settings:
     """What the command line asks for."""
     settings = smoke(seed, workers) if short else Settings(seed=seed, num_rollout_workers=workers)
     steps = settings.steps if steps is None else steps
     settings = replace(settings, folder=out, steps=steps, kill_service_s=kill_service_s, page_port=page_port)
+    if reproducible:
+        settings = replace(settings, reproducible=True, max_lag=1, rows_per_read=settings.rows_per_step)
     return replace(settings, kills=chaos(settings)) if kill else settings

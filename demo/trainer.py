@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from xxhash import xxh3_64
 
 from demo.arithmetic import END, MAX_RESPONSE_LEN, PROMPT_LEN, Problems, all_problems, decode
 from demo.checkpoint import Checkpoint
@@ -128,7 +129,8 @@ class Trainer:
         settings, port = self._settings, self._port
         for number, _ in enumerate(settings.rollout_names):
             self._put_tickets(STOP, settings.prompts_per_ticket, f"stop {number}")
-        port.report_last(phase=DONE, midway=len(self._midway))
+        weights = xxh3_64(flatten(self._policy).numpy()).hexdigest()
+        port.report_last(phase=DONE, midway=len(self._midway), weights=weights)
         port.catch_up()
         self._publisher.close()
 

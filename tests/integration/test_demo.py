@@ -484,6 +484,21 @@ def test_the_service_may_be_killed_again_and_again(tmp_path: Path) -> None:
     _is_whole(output, 20, tmp_path)
 
 
+def test_whoever_is_killed_a_reproducible_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    ends = []
+    for arguments in ([], ["--chaos", "--kill-service", "2", "--workers", "3"]):
+        with _Demo(tmp_path, "--reproducible", "--steps", "10", *arguments) as demo:
+            code, output, errors = demo.finish()
+        assert code == 0, errors
+        assert (len(_incidents(output)) > 4) == bool(arguments)
+        found = re.search(
+            r"^weights ([0-9a-f]{16}) at the end, as in every such run with seed 0$", output, re.MULTILINE
+        )
+        assert found, output
+        ends.append(found[1])
+    assert ends[0] == ends[1]
+
+
 def test_chaos_kills_at_steps_and_moments_of_their_own() -> None:
     kills = chaos(Settings())
     assert len({kill.step for kill in kills}) == len({kill.moment for kill in kills}) == len(kills) == 4

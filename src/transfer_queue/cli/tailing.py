@@ -129,8 +129,8 @@ def tail(
 ) -> None:
     """Follow keys and tags, or all rows, as they change.
 
-    Ends with Ctrl-C. The partition need not exist yet. With --events all rows are followed as they are written and used.
-    Of keys nothing is asked while nothing changes: the service answers a change.
+    Ends with Ctrl-C. The partition need not exist yet. With --events all rows are followed, as they are written and
+    used. Of keys nothing is asked while nothing changes: the service answers a change.
     """
     end = None if for_s is None else time.monotonic() + for_s
     with session(address) as found:
