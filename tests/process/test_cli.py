@@ -101,3 +101,17 @@ def test_dead_letters_are_shown_and_queued_again(served: str) -> None:
     assert json.loads(tq("dead-letters", "p", "t", "--address", served, "--json").stdout) == []
     unknown = tq("dead-letters", "q", "t", "--address", served)
     assert (unknown.returncode, unknown.stderr.startswith("tq: partition 'q' does not exist")) == (1, True)
+
+
+def test_a_row_that_is_printed_can_be_typed(served: str) -> None:
+    code = (
+        "import torch, transfer_queue as tq; tq.init(); client = tq.get_client()\n"
+        "client.put({'x': torch.ones(1000)}, partition_id='before'); tq.kv_put('a', 'p', {'x': torch.ones(3)})\n"
+        "meta = client.get_meta(['x'], 1, 'p', task_name='t', lease_s=60, sampling_config={'max_deliver': 1})\n"
+        "client.nack(meta); tq.close()"
+    )
+    CHILDREN.run(["-c", code], {**ENVIRONMENT, "TQ_ADDRESS": served}).check_returncode()
+    row = tq("dead-letters", "p", "t", "--address", served).stdout.splitlines()[1].split()[0]
+    assert row == "1000"
+    seen = tq("inspect", "p", "--row", row, "--no-values", "--json", "--address", served)
+    assert json.loads(seen.stdout)["key"] == "a"

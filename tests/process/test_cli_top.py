@@ -162,3 +162,9 @@ def test_lines_of_json_tell_of_a_service_that_is_not_there(tmp_path: Path) -> No
     failed = tq("top", "--once", "--json", "--address", str(tmp_path / "none"))
     assert (failed.returncode, failed.stdout) == (1, "")
     assert "no server at" in failed.stderr
+
+
+def test_one_frame_of_a_service_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+    failed = tq("top", "--once", "--address", str(tmp_path / "none"))
+    assert failed.returncode == 1
+    assert "start it with `tq serve`, or name another one with --address" in failed.stderr

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_another_backend_than_is_named_is_said(hosts: tuple[Host, Host]) -> None
     code, found = said("--address", hosts[0].tcp, "--backend", "Files")
     assert code == 1
     assert "in SimpleStorage, not in Files" in found["troubles"][0]["text"]
+
+
+def test_a_service_that_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
+    code, error = said("--address", str(tmp_path / "none"), token="")
+    assert code == 1
+    assert "start it with `tq serve`, or name another one with --address" in str(error)
+
+
+def test_a_service_that_stands_still_is_said_with_what_to_do(service: Callable[..., tq.TransferQueueClient]) -> None:
+    client = service()
+    pid = client.stats()["pid"]
+    freeze(pid)
+    try:
+        code, error = said("--address", str(client.session.address), "--timeout-s", "0.5", token="")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert code == 1
+    assert "it is stopped (SIGCONT wakes it) or busy" in str(error)
 
 
 def test_a_service_and_a_trial_are_not_tried_at_once() -> None:

@@ -17,7 +17,7 @@ from test_standby import DURABLE, replaced
 import transfer_queue as tq
 from transfer_queue.cli.looking import names_of
 from transfer_queue.errors import InvalidInput, UnknownRows
-from transfer_queue.weights.fleet import ReplicaStatus
+from transfer_queue.weights.fleet import Fleet, ReplicaStatus
 
 
 def filled(client: tq.TransferQueueClient) -> tq.BatchMeta:
@@ -168,6 +168,12 @@ def test_a_fleet_reports_its_replicas_until_it_is_closed(client: tq.TransferQueu
     finally:
         site.close()
     until(lambda: not seen(), "the end of the report")
+
+
+@pytest.mark.parametrize("queue", [5, tq, "unix:/run/tq.sock"])
+def test_what_is_no_client_is_refused_as_the_queue_of_a_fleet(queue: Any) -> None:
+    with pytest.raises(InvalidInput, match="has no report_replicas"):
+        Fleet(queue=queue)
 
 
 def test_the_replicas_of_a_trainer_that_was_killed_are_not_shown_any_more(

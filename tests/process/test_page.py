@@ -101,7 +101,7 @@ def test_a_waiting_task_says_what_it_lacks(
     with page.look("p") as viewer:
         seen = viewer.until("look", lambda seen: seen["waits"])
     wait = seen["waits"][0]
-    assert wait["short"] == "actor waits for 12 × reward"
+    assert wait["short"] == "actor waits for 4 × reward"
     assert wait["who"] == f"pid {waiter.pid}"
     assert "'reward' written on 4" in wait["lacks"]
     assert (seen["shown"]["tasks"][0]["name"], seen["shown"]["tasks"][0]["ready"]) == ("actor", 4)

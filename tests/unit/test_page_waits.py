@@ -28,6 +28,15 @@ def wait(call: str = "get_meta", partition: str = "p", task: str = "actor", lack
     return WaitOverview(call, partition, task, b"", 1.0, 1.0, lacks, ["prompt", "reward"] if call == "get_meta" else [])
 
 
+def wait_for(wanted: int) -> WaitOverview:
+    return WaitOverview("get_meta", "p", "actor", b"", 1.0, 1.0, "", ["prompt", "reward"], wanted)
+
+
+def with_ready(found: dict[str, PartitionOverview], ready: int) -> dict[str, PartitionOverview]:
+    found["p"].tasks[0].views.append(ViewOverview(["prompt", "reward"], ready, None))
+    return found
+
+
 def partition(rows: int, declared: int | None = None, **written: int) -> dict[str, PartitionOverview]:
     fields = [FieldSchema(name, "dense", "float32", ()) for name in written]
     view = ViewOverview(["prompt", "critic_value"], 0, None)  # the task asked for that before
@@ -53,6 +62,21 @@ def partition(rows: int, declared: int | None = None, **written: int) -> dict[st
 )
 def test_a_wait_names_what_is_missing(told: WaitOverview, known: dict[str, PartitionOverview], text: str) -> None:
     assert short(told, known) == text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "text"),
+    [
+        (64, partition(8656, prompt=8656), "actor waits for 64 × reward"),
+        (16, with_ready(partition(16, prompt=16, reward=4), 4), "actor waits for 12 × reward"),
+        (8, with_ready(partition(16, prompt=16, reward=14), 0), "actor waits for 2 × reward and 6 more rows"),
+        (8, with_ready(partition(16, prompt=16, reward=15), 6), "actor waits for 1 × reward and 1 more row"),
+        (8, with_ready(partition(16, prompt=16, reward=16), 6), "actor waits for 2 more rows"),
+        (8, with_ready(partition(16, prompt=16, reward=16), 9), "actor waits for more rows"),  # of one group, or so
+    ],
+)
+def test_a_wait_names_how_much_of_it_is_needed(wanted: int, known: dict[str, PartitionOverview], text: str) -> None:
+    assert short(wait_for(wanted), known) == text
 
 
 class Trap:

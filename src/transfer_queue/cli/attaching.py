@@ -76,8 +76,15 @@ def opened(address: str | None) -> Session:
     from transfer_queue.wire.address import parse_address
 
     place = parse_address(chosen(address))
-    try:
+    with remedied():
         return Session(place, CONNECT_S)
+
+
+@contextmanager
+def remedied() -> Iterator[None]:
+    """Errors of a service that cannot be reached say what to do."""
+    try:
+        yield
     except DeadlineExceeded as error:
         raise DeadlineExceeded(f"{error}: it is stopped (SIGCONT wakes it) or busy; try again") from None
     except ServiceUnavailable as error:

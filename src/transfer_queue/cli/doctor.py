@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from transfer_queue.cli.attaching import AsJson
+from transfer_queue.cli.attaching import AsJson, remedied
 from transfer_queue.errors import ConfigError, TransferQueueError
 
 if TYPE_CHECKING:
@@ -160,7 +160,10 @@ def _try_service(backend: str | None, address: str, token: str, timeout_s: float
     from transfer_queue.doctor.running import try_service
     from transfer_queue.wire.address import parse_address
 
-    _show(try_service(backend, parse_address(address, token), timeout_s), as_json)
+    place = parse_address(address, token)
+    with remedied():
+        report = try_service(backend, place, timeout_s)
+    _show(report, as_json)
 
 
 def _show(report: TrialReport, as_json: bool) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, answer, session
 from transfer_queue.cli.previews import preview
-from transfer_queue.cli.tables import harmless, plain, print_json, print_table, seconds
+from transfer_queue.cli.tables import Number, harmless, plain, print_json, print_table, seconds
 from transfer_queue.errors import TransferQueueError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _print(partition: str, seen: m.RowInspected, begins: dict[str, str]) -> None
     if seen.tasks:
         steps = [", ".join(f"{step}" if step >= 0 else "not marked" for step, _ in one.steps) for one in seen.tasks]
         lines = [
-            (one.task, one.state, one.lease or None, one.attempts, one.reason, used)
+            (one.task, one.state, Number(one.lease) if one.lease else None, one.attempts, one.reason, used)
             for one, used in zip(seen.tasks, steps, strict=True)
         ]
         print_table(("task", "state", "lease", "attempts", "reason", "steps"), lines)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, answer, session
-from transfer_queue.cli.tables import print_json, print_table, seconds
+from transfer_queue.cli.tables import Number, print_json, print_table, seconds
 
 if TYPE_CHECKING:
     from transfer_queue.wire import messages as m
@@ -21,6 +21,7 @@ POOL = (
     "sampled",
 )  # fmt: skip
 OPEN = ("source", "version", "slots", "done", "running", "idle", "failed")  # of the open group that came first
+NAMED_BY = ("pid", "standby", "unit", "weight_version")  # of what `status` prints, numbers that count nothing
 Limit = Annotated[int, typer.Option(min=0, max=16384, help="How many to show.")]
 
 
@@ -46,7 +47,7 @@ def status(address: Address = None, as_json: AsJson = False) -> None:
         print_json({**seen.server, "partition": partitions})
         return
     counts = {name: value for name, value in seen.server.items() if name not in ("groups", "series")}
-    print_table(("what", "value"), [(name, _count(value)) for name, value in counts.items()])
+    print_table(("what", "value"), [(name, _count(name, value)) for name, value in counts.items()])
     lines = [(one.name, one.rows, one.declared, _stale(one), one.metadata) for one in seen.partitions]
     print_table(("partition", "rows", "declared", "too old", "metadata"), lines)
     for title, counted in (("groups of", seen.server["groups"]), ("series", seen.server["series"])):
@@ -60,8 +61,11 @@ def _stale(partition: m.PartitionOverview) -> str:
     return ", ".join(f"{task.name} {task.stale:,}" for task in partition.tasks if task.stale)
 
 
-def _count(value: Any) -> Any:
-    return f"{value:,}" if isinstance(value, int) else value  # as a text: it stands in a column with others
+def _count(name: str, value: Any) -> Any:
+    """As a text: it stands in a column with others."""
+    if not isinstance(value, int):
+        return value
+    return str(value) if name in NAMED_BY else f"{value:,}"
 
 
 def tasks(address: Address = None, as_json: AsJson = False) -> None:
@@ -98,7 +102,7 @@ def leases(limit: Limit = 256, address: Address = None, as_json: AsJson = False)
     whose = names_of(seen)
     lines = [
         (
-            one.number, one.partition, one.task, one.rows, one.groups or "",
+            Number(one.number), one.partition, one.task, one.rows, one.groups or "",
             ", ".join(map(whose, one.holders)), seconds(one.left_s),
         )
         for one in seen.leases

@@ -10,7 +10,7 @@ import typer
 
 from transfer_queue.cli.attaching import Address, AsJson, attached
 from transfer_queue.cli.progress import bar
-from transfer_queue.cli.tables import print_json, print_table
+from transfer_queue.cli.tables import Number, print_json, print_table
 from transfer_queue.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def dead_letters(
         if requeue:
             client.requeue_dead_letters(partition, task, found)
     rows = [
-        {"row": row, "attempts": one.attempts, "reason": one.reason, "tags": tag}
+        {"row": Number(row), "attempts": one.attempts, "reason": one.reason, "tags": tag}
         for (row, one), tag in zip(found.redelivered.items(), found.custom_meta, strict=True)
     ]
     if as_json:
@@ -75,7 +75,13 @@ def replay(
     found = _taken(step, task, save, address) if source is None else _saved(source, step, task)
     _remark(sum(row.retagged for row in found), "have tags that changed since they were taken")
     rows = [
-        {"batch": row.batch, "partition": row.partition, "row": row.global_index, "key": row.key, "tags": row.tags}
+        {
+            "batch": row.batch,
+            "partition": row.partition,
+            "row": Number(row.global_index),
+            "key": row.key,
+            "tags": row.tags,
+        }
         for row in found
     ]
     if as_json:

@@ -38,6 +38,10 @@ def printable(text: str) -> Text:
     return Text(harmless(text), overflow="fold")
 
 
+class Number(int):
+    """One that names something, a row or a process: it is printed as it is typed, `17168` and not `17,168`."""
+
+
 def shown(value: Any, longest: int = MAX_CELL) -> str:
     """A value of a cell, on one line of at most so many characters."""
     if value is None:
@@ -45,6 +49,8 @@ def shown(value: Any, longest: int = MAX_CELL) -> str:
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False) if value else ""
         return harmless(text if len(text) <= longest else f"{text[: longest - 1]}…")
+    if isinstance(value, Number):
+        return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 

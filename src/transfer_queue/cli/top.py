@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from transfer_queue.cli.attaching import Address, AsJson, chosen
+from transfer_queue.cli.attaching import Address, AsJson, chosen, opened
 from transfer_queue.cli.frames import frame
 from transfer_queue.cli.observing import Bell, Observer, Sight
 from transfer_queue.cli.tables import console, plain, print_json
@@ -41,6 +41,7 @@ def top(
 
     place()  # where nothing is meant, nothing is waited for
     if once:
+        opened(address).close()  # or the error says what to do
         _print_once(place, interval, as_json)
     elif as_json:
         with contextlib.suppress(KeyboardInterrupt):

@@ -131,6 +131,11 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
     return f"{text}; nobody has written {unwritten} there" if unwritten else text
 
 
+def rows_wanted(message: m.Fetch) -> int:
+    """How many rows it waits for; 0: all that were declared."""
+    return 0 if message.batch_size == m.ALL else message.batch_size * max(1, message.dp_size)
+
+
 def _wanted(message: m.Fetch) -> str:
     each = message.batch_size
     if each == m.ALL:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transfer_queue.controller.departures import Departures
 from transfer_queue.controller.groups import GroupPools
 from transfer_queue.controller.locks import Locks
-from transfer_queue.controller.notices import Counts, called, of_fetch
+from transfer_queue.controller.notices import Counts, called, of_fetch, rows_wanted
 from transfer_queue.controller.readiness import DELAYED, KEPT, TOO_OLD, Flags, ReadyView, Slots, Task
 from transfer_queue.controller.reported_fleets import ReportedFleets
 from transfer_queue.controller.series import SeriesBook
@@ -136,10 +136,11 @@ class Overviews:
         message = one.message
         waited_s = None if one.since is None else self._now - one.since
         lacks = place.lacks(one)
+        fields, wanted = (message.fields, rows_wanted(message)) if type(message) is m.Fetch else ([], 0)
         return m.WaitOverview(
             place.call or called(message), getattr(message, "partition", None) or "",
             getattr(message, "task", ""), one.session, waited_s, max(0.0, one.deadline - self._now), lacks[:MAX_LACKS],
-            message.fields if type(message) is m.Fetch else [],
+            fields, wanted,
         )  # fmt: skip
 
     def _lack_of_fetch(self, one: Waiter[m.Fetch]) -> str:

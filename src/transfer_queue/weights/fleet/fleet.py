@@ -86,6 +86,8 @@ class Fleet(Follower):
         for name, mode in (("pause", pause), ("fence", fence)):
             if mode is not None and mode not in get_args(Mode):
                 raise InvalidInput(f"{name}={mode!r}: give one of {', '.join(get_args(Mode))}, or None")
+        if queue is not None and not callable(getattr(queue, "report_replicas", None)):
+            raise InvalidInput(f"queue is a {type(queue).__name__}, which has no report_replicas: give tq.get_client()")
         self.pause, self.clear_cache, self.fence_mode = pause, clear_cache, fence
         self.call_timeout_s, self.catch_up_timeout_s = checked_s(call_timeout_s, 0), checked_s(catch_up_timeout_s, 0)
         self.heartbeat_s = checked_s(heartbeat_s, 0)

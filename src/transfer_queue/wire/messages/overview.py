@@ -58,7 +58,8 @@ class PartitionOverview(msgspec.Struct, array_like=True):
 
 class WaitOverview(msgspec.Struct, array_like=True):
     """A request that waits: what was called, for which partition and task ("" where it is for none), how long it has
-    waited, how long it will yet, and what it lacks, in words. `fields`: that a fetch asks for."""
+    waited, how long it will yet, and what it lacks, in words. `fields`: that a fetch asks for, and `wanted`
+    how many rows of (0: all that were declared)."""
 
     call: str
     partition: str
@@ -68,6 +69,7 @@ class WaitOverview(msgspec.Struct, array_like=True):
     left_s: float
     lacks: str
     fields: list[str] = []
+    wanted: int = 0
 
 
 class LeaseOverview(msgspec.Struct, array_like=True):
