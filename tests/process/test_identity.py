@@ -312,6 +312,16 @@ def test_a_loader_that_outlives_its_service_goes_on_with_the_next(lives: Lives, 
     assert int(kept["wide"].unbind()[1][-1]) == 1
 
 
+def test_a_stream_that_begins_after_its_service_ended_is_told_once(lives: Lives) -> None:
+    client = tq.get_client()
+    lives.again()
+    stream = tq.stream("p", ["x"], task="t", batch_size=2)
+    with pytest.raises(ServiceRestarted):
+        next(iter(stream))
+    client.put(wide_rows(2), partition_id="p")
+    assert [data["x"].tolist() for data in stream] == [[0, 1]]
+
+
 # init
 
 

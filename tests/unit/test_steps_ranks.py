@@ -21,6 +21,27 @@ def deal(box: Box, rank: int, batch: int, size: int = 2, **more: Any) -> Any:
     return box.lend(2, 1e6, dp_rank=rank, dp_size=size, batch_index=batch, until_done=True, **more)
 
 
+@pytest.mark.parametrize("again", [(1,), (1, 0), (0,)])
+def test_a_step_that_ends_amid_a_deal_has_its_half_also_after_going_back_twice(again: tuple[int, ...]) -> None:
+    """As streams do whose micro-batches are half of their batches, and each of which is a step."""
+    box, _ = filled(8)
+    leases = [deal(box, rank, 0) for rank in (0, 1)]
+    for step, half in ((1, slice(1)), (2, slice(1, 2))):
+        for lease, rows in leases:
+            box.ack(lease, rows[half])
+        box.mark(step)
+    for step in again:
+        box.resume(step)
+        halves = []
+        for batch in range(2 - step):
+            got = [deal(box, rank, batch) for rank in (0, 1)]
+            halves.append([rows for _, rows in got])
+            for lease, _ in got:
+                box.ack(lease)
+        assert halves == [[rows[half : half + 1] for _, rows in leases] for half in range(step, 2)]
+        box.mark(2)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_fewer_or_more_ranks_get_all_rows(size: int) -> None:
     box, rows = filled(12)

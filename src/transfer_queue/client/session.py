@@ -240,7 +240,7 @@ class Session:
         try:
             self._give_back(self.connect(timeout_s))
         except ServiceRestarted as error:
-            self._end(str(error))
+            self.end(str(error))
             raise
 
     def _check_open(self) -> None:
@@ -295,14 +295,14 @@ class Session:
     def _judge(self, error: ServiceUnavailable) -> None:
         """What came of a lost connection. Raises when it is the end of the session, or this client was closed."""
         if isinstance(error, ServiceRestarted):
-            self._end(str(error))
+            self.end(str(error))
         self._check_open()
 
     def _checked(self, found: tuple[Any, memoryview]) -> tuple[Any, memoryview]:
         reply = found[0]
         if type(reply) is m.Failed:
             if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
-                self._end(restarted(self.address, self.server_pid, reply.text))
+                self.end(restarted(self.address, self.server_pid, reply.text))
                 self._check_open()
             raise error_from_code(reply.code, reply.text)  # kept in no variable: its traceback would be a cycle
         return found
@@ -509,7 +509,7 @@ class Session:
                 else:
                     idle.append(connection)
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """Another life answers: nothing of this one is of use any more but the views that were handed out."""
         with self._lock:
             if self.ended is not None or self.closed:

@@ -322,10 +322,7 @@ class Steps:
         for name in dict.fromkeys(message.tasks):
             known = self._tasks.setdefault(name, TaskSteps())
             used, lent = self._settled(name, known.open.batches)
-            over: list[TakenDeal] = []
-            left: list[TakenDeal] = []
-            for deal in known.open.deals:
-                (over if self._is_used(name, deal) else left).append(deal)
+            over, left = self._parted(name, known.open.deals)
             if self._ledger is not None:
                 saved = [batch.saved() for batch in lent], [deal.saved() for deal in left]
                 self._ledger.note(f.StepMarked(name, message.step, *saved))
@@ -336,8 +333,7 @@ class Steps:
         """A task marked a step, and this was not used then. Who it was lent to is not known any more."""
         known = self._tasks.setdefault(name, TaskSteps())
         used = self._settled(name, known.open.batches)[0]
-        over = [deal for deal in known.open.deals if self._is_used(name, deal)]
-        known.close(step, Segment.of(used, over), Segment.of(lent, left))
+        known.close(step, Segment.of(used, self._parted(name, known.open.deals)[0]), Segment.of(lent, left))
 
     def _resume(self, name: str, step: int, resumed: m.StepResumed) -> None:
         known = self._tasks[name]
@@ -434,13 +430,29 @@ class Steps:
             lent[there] = (task.lease[slots[there]] == batch.lease) & (batch.lease > 0)
         return used, lent
 
-    def _is_used(self, name: str, deal: TakenDeal) -> bool:
-        """Whether nothing of a deal is left to be used."""
+    def _parted(self, name: str, deals: list[TakenDeal]) -> tuple[list[TakenDeal], list[TakenDeal]]:
+        """(what of these the task has used, what it has not). Ranks that mark a step amid a deal, after as many rows
+        each, have it in two parts, so that the same micro-batches come once more. Other deals stay whole."""
+        over: list[TakenDeal] = []
+        left: list[TakenDeal] = []
+        for deal in deals:
+            is_open = {rank: self._is_open(deal, name, rows) for rank, rows in deal.shares.items()}
+            used = {rank: rows[~is_open[rank]] for rank, rows in deal.shares.items()}
+            rest = deal.part({rank: rows[is_open[rank]] for rank, rows in deal.shares.items()})
+            are_level = len(set(map(len, used.values()))) == 1
+            over += deal.part(used) if rest and are_level else [] if rest else [deal]
+            left += rest if are_level else [deal] if rest else []
+        return over, left
+
+    def _is_open(self, deal: TakenDeal, name: str, rows: Slots) -> Flags:
+        """Which rows of a deal are there and not used."""
         table = self._tables.get(deal.partition)
         if table is None or name not in table.tasks:
-            return True
-        slots = table.slots_of(deal.rows)
-        return bool(table.tasks[name].consumed[slots[slots >= 0]].all())
+            return np.zeros(len(rows), np.bool_)
+        slots = table.slots_of(rows)
+        there = slots >= 0
+        there[there] = ~table.tasks[name].consumed[slots[there]]
+        return there
 
     def taken(self, message: m.GetStep) -> m.Reply:
         """Raises `InvalidInput` for a step that was not marked, or too long ago."""

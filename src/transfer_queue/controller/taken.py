@@ -118,6 +118,11 @@ class TakenDeal(NamedTuple):
     def rows(self) -> Slots:
         return np.concatenate([_NONE, *self.shares.values()])
 
+    def part(self, shares: dict[int, Slots]) -> list[TakenDeal]:
+        """The deal of these rows alone; none of no rows."""
+        size = max(map(len, shares.values()), default=0)
+        return [self._replace(shares=shares, size=size)] if size else []
+
     def saved(self) -> SavedDeal:
         shares = {rank: rows.tobytes() for rank, rows in self.shares.items()}
         return SavedDeal(self.partition, self.dp_size, self.batch_size, shares, self.size)

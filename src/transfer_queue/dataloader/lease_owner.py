@@ -19,6 +19,7 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     NotInitialized,
     ServiceError,
+    ServiceRestarted,
     ServiceUnavailable,
     TransferQueueError,
     error_from_code,
@@ -41,9 +42,14 @@ class LeaseOwner:
     """A session of its own, for as long as this object or its process lives; leases held for it end with it."""
 
     def __init__(self, client: TransferQueueClient) -> None:
+        """Raises as `Session.connect`. `ServiceRestarted` is raised once: the next one is of what is there by then."""
         self.ident = secrets.token_bytes(16)
         self._session = client.session
-        self._line = Line(_connected(self._session, self.ident))
+        try:
+            self._line = Line(_connected(self._session, self.ident))
+        except ServiceRestarted as error:
+            self._session.end(str(error))  # no call of it may follow that would find out as well
+            raise
         self.close = weakref.finalize(self, _leave, self._line, self._session, self.ident, os.getpid())
         _HOLDERS.add(self)
 
