@@ -288,3 +288,22 @@ def test_an_update_that_its_trainer_is_interrupted_in_is_no_fault_of_who_takes_i
     trainer.send_weights(deadline_s=SEND_S)
     trainer.shutdown()
     pipe.engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "disk", "collective", "cuda_ipc"])
+def test_a_setting_that_a_trainer_does_not_have_is_refused_with_the_nearest_one(name: str) -> None:
+    trainer, source = registry.trainer(name), StateDictSource(copy_of(Net()))
+    with pytest.raises(InvalidInput, match="no 'anchor_evry'; the nearest is 'anchor_every'"):
+        trainer.trainer_init({"anchor_evry": 20}, client=Pipe("tcp"), source=source)
+    if name != "tcp":
+        with pytest.raises(InvalidInput, match="'world' is 2, and this transport has one rank"):
+            trainer.trainer_init({"rank": 0, "world": 2}, client=Pipe("tcp"), source=source)
+
+
+def test_a_trainer_with_one_rank_may_be_told_so() -> None:
+    pipe, source = Pipe("shm"), StateDictSource(copy_of(Net()))
+    told = {"rank": 0, "world": 1, "epoch": "run"}
+    trainer = registry.trainer("shm").trainer_init(told, client=pipe, source=source)
+    assert trainer.run_id == "run"
+    trainer.shutdown()
+    pipe.engine.shutdown()
