@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,7 +35,14 @@ from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.disk import DiskEngine, DiskTrainer, DiskTrainerInfo
 from transfer_queue.weights.transport.shm import ShmEngine, ShmTrainer
 from transfer_queue.weights.transport.tcp import TcpEngine
-from transfer_queue.weights.transport.version_folders import LATEST, newest_name, point_to, retain, writing
+from transfer_queue.weights.transport.version_folders import (
+    LATEST,
+    VersionLease,
+    newest_name,
+    point_to,
+    retain,
+    writing,
+)
 
 ROOM_S = 20.0
 
@@ -115,6 +123,63 @@ def test_versions_beyond_those_to_keep_are_deleted_unless_somebody_reads_them(di
     disk.send(5)
     assert disk.versions() == ["v000000000004-e", "v000000000005-e"]
     assert {path.name for path in disk.folder.iterdir()} == {*disk.versions(), "LATEST"}
+
+
+def test_a_trainer_deletes_nothing_that_another_one_in_its_folder_is_sending_or_gives_to_late_receivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (Setup(tmp_path, keep=1, epoch=name) for name in "ab")
+    update = one.client.update_weights
+
+    def meanwhile(info: dict[str, Any]) -> None:
+        other.send(2)
+        other.send(3)
+        update(info)
+
+    monkeypatch.setattr(one.client, "update_weights", meanwhile)
+    one.send(1)
+    assert same(copy_of(one.module), drawn(Net(), 1))
+    other.send(4)
+    late = Net()
+    joined = DiskEngine(Receiver(InPlace(late)))
+    assert one.trainer.join(Direct(joined), deadline_s=ROOM_S) == 1
+    assert same(copy_of(late), drawn(Net(), 1))
+    assert one.versions() == ["v000000000001-a", "v000000000003-b"]
+    for engine in (one.engine, joined, other.engine):
+        engine.shutdown()
+    one.trainer.shutdown()
+    other.send(5)
+    assert other.versions() == ["v000000000004-b"]
+    other.trainer.shutdown()
+
+
+def test_a_version_that_waits_packed_stays_when_the_one_before_is_the_only_one_to_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Setup(tmp_path, keep=1)
+    update, waits = disk.client.update_weights, threading.Event()
+
+    def once_another_waits(info: dict[str, Any]) -> None:
+        assert waits.wait(ROOM_S)
+        update(info)
+
+    monkeypatch.setattr(disk.client, "update_weights", once_another_waits)
+    tickets = [disk.trainer.publish(deadline_s=ROOM_S) for _ in range(2)]
+    waits.set()
+    assert [one.result().version for one in tickets] == [1, 2]
+    disk.trainer.shutdown()
+    disk.engine.shutdown()
+
+
+def test_a_child_that_was_forked_during_a_lease_does_not_keep_the_version(tmp_path: Path) -> None:
+    (tmp_path / "lease").touch()
+    lease = VersionLease(tmp_path, fcntl.LOCK_SH)
+    child = os.dup(lease._fd)  # as a fork has it
+    with pytest.raises(VersionGone):
+        VersionLease(tmp_path, fcntl.LOCK_EX)
+    lease.end()
+    VersionLease(tmp_path, fcntl.LOCK_EX).end()
+    os.close(child)
 
 
 def test_the_oldest_versions_are_deleted_also_where_the_clock_was_put_back(disk: Setup) -> None:

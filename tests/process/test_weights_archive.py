@@ -33,7 +33,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.weights import Control, Gate, InPlace, Receiver, StateDictSource, VersionInfo, plan, seal
 from transfer_queue.weights.archive import Archive, ArchiveReceiver, ArchiveSource
-from transfer_queue.weights.archive.folder import ArchivedVersion, path_to_newest
+from transfer_queue.weights.archive.folder import ArchivedVersion, missing_version, path_to_newest
 from transfer_queue.weights.archive.writing import _Came
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
@@ -514,21 +514,50 @@ def test_the_way_to_the_newest_version_is_whole(data: st.DataObject) -> None:
         ]
     at = data.draw(st.none() | st.integers(1, count))
     path = path_to_newest(sorted(entries), "r", at)
+    newest = max((one.version for one in entries), default=at)
+    bases = {one.version for one in entries if one.kind == "full"} | ({at} if at else set())
+    by_base = {one.base: one.version for one in entries if one.kind == "delta"}
+    reached = {at or 0}
+    for base in bases:
+        while base != newest and base in by_base:
+            base = by_base[base]
+        reached.add(base)
     if path:
         first, *rest = path
         assert first.kind == "full" or first.base == at
         assert all(one.kind == "delta" and one.base == before.version for before, one in zip(path, rest, strict=False))
-        assert path[-1].version == max(one.version for one in entries)
+        assert path[-1].version == (newest if newest in reached else max(reached))
     else:
-        newest = max((one.version for one in entries), default=at)
-        bases = {one.version for one in entries if one.kind == "full"} | ({at} if at else set())
-        by_base = {one.base: one.version for one in entries if one.kind == "delta"}
-        reached = set()
-        for base in bases:
-            while base != newest and base in by_base:
-                base = by_base[base]
-            reached.add(base)
-        assert at == newest or newest not in reached
+        assert at == newest or (newest not in reached and max(reached) == (at or 0))
+    assert (missing_version(sorted(entries), at) is None) == (newest in reached or newest is None)
+
+
+def test_a_version_that_is_missing_on_the_way_is_named_and_what_is_before_it_is_taken(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    here = site(anchor_every=20)
+    for _ in range(3):
+        here.send()
+    early = ArchiveSource(here.archive)
+    assert early.advance(timeout_s=DEADLINE_S)
+    before = [tensor.clone() for tensor in here.weights.values()]
+    for _ in range(2):
+        here.send()
+    (hole,) = tmp_path.rglob("*000004-delta-3-*.json")
+    away = hole.rename(tmp_path / "away")
+    late = ArchiveSource(here.archive)
+    assert late.advance(timeout_s=DEADLINE_S)
+    for source in (early, late):
+        assert source.version == 3
+        assert has(source, dict(zip(here.weights, before, strict=True)))
+        with pytest.raises(VersionGone, match=r"version 4 of run .* is missing .* version 5"):
+            source.advance(timeout_s=DEADLINE_S)
+    away.rename(hole)
+    assert early.advance(timeout_s=DEADLINE_S)
+    hole.unlink()
+    here.send(full=True)
+    assert late.advance(timeout_s=DEADLINE_S)
+    assert (early.version, late.version) == (5, 6)
 
 
 def test_who_sees_a_version_at_the_archive_can_wait_until_it_is_written(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from conftest import until
 from fleets import SEND_S, Server, Source, expected
 from weights import Direct, Net, copy_of, root
 
@@ -19,7 +21,7 @@ from transfer_queue.errors import (
     ServiceUnavailable,
     WrongEpoch,
 )
-from transfer_queue.weights import Receiver, StateDictSource, Swap
+from transfer_queue.weights import Control, Receiver, StateDictSource, Swap
 from transfer_queue.weights.fleet import Fleet
 from transfer_queue.weights.http import WeightSyncClient, serve
 from transfer_queue.weights.transport import registry
@@ -251,3 +253,57 @@ def test_a_mode_or_number_that_is_none_is_refused_when_a_fleet_is_made(name: str
     """Where replicas were told of it, none would ever commit, or be brought up."""
     with pytest.raises(InvalidInput):
         Fleet(**{name: value})
+
+
+@pytest.mark.parametrize("way", ["a control", "an engine"])
+def test_an_update_that_its_trainer_is_interrupted_in_is_no_fault_of_who_takes_it(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is called off there before the version is withdrawn, while it is being taken."""
+    pipe = Pipe("tcp")
+    client: Any = pipe if way == "an engine" else Control(pipe.engine, pipe.engine.receiver)
+    trainer = registry.trainer("tcp").trainer_init({}, client=client, source=StateDictSource(copy_of(Net())))
+    find, withdraw, finding, withdrawn = pipe.engine._find, trainer._withdraw, threading.Event(), threading.Event()
+
+    def slow(info: Any, deadline: Any) -> Any:
+        session = pipe.engine.receiver.session
+        finding.set()
+        until(lambda: withdrawn.is_set() or session.end is not None, "an end of the update")
+        return find(info, deadline)
+
+    def struck(manifest: Any, info: Any, deadline: Any) -> None:
+        trainer._calls.begin(client.update_weights, info)
+        assert finding.wait(SEND_S)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_withdraw", lambda manifest: (withdraw(manifest), withdrawn.set()))
+        patch.setattr(pipe.engine, "_find", slow)
+        patch.setattr(trainer, "_lead", struck)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.send_weights(deadline_s=SEND_S)
+    until(lambda: not trainer._calls.late(), "the ends of the calls")
+    assert [one.message for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert pipe.engine.receiver.session is None
+    trainer.send_weights(deadline_s=SEND_S)
+    trainer.shutdown()
+    pipe.engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp", "disk", "collective", "cuda_ipc"])
+def test_a_setting_that_a_trainer_does_not_have_is_refused_with_the_nearest_one(name: str) -> None:
+    trainer, source = registry.trainer(name), StateDictSource(copy_of(Net()))
+    with pytest.raises(InvalidInput, match="no 'anchor_evry'; the nearest is 'anchor_every'"):
+        trainer.trainer_init({"anchor_evry": 20}, client=Pipe("tcp"), source=source)
+    if name != "tcp":
+        with pytest.raises(InvalidInput, match="'world' is 2, and this transport has one rank"):
+            trainer.trainer_init({"rank": 0, "world": 2}, client=Pipe("tcp"), source=source)
+
+
+def test_a_trainer_with_one_rank_may_be_told_so() -> None:
+    pipe, source = Pipe("shm"), StateDictSource(copy_of(Net()))
+    told = {"rank": 0, "world": 1, "epoch": "run"}
+    trainer = registry.trainer("shm").trainer_init(told, client=pipe, source=source)
+    assert trainer.run_id == "run"
+    trainer.shutdown()
+    pipe.engine.shutdown()

@@ -282,6 +282,46 @@ def test_flip_wants_two_alike_and_apart() -> None:
             Flip(module, spare)
 
 
+class Sharing(torch.nn.Module):
+    """Elements of `weight` lie in the same memory."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+
+SHARING = {
+    "expanded": lambda: Sharing(torch.zeros(1).expand(6)),
+    "windows": lambda: Sharing(torch.zeros(4).as_strided((3, 2), (1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_flip_refuses_at_once_a_parameter_whose_elements_share_memory(name: str) -> None:
+    make = SHARING[name]
+    apart = Sharing(make().weight.detach().clone(memory_format=torch.contiguous_format))
+    for modules in ((make(), make()), (make(), apart), (apart, make())):
+        with pytest.raises(NotSupported, match="'weight'"):
+            Flip(*modules)
+
+
+def test_flip_refuses_a_version_before_it_comes_where_a_buffer_has_become_one_that_cannot_be_written() -> None:
+    modules = [torch.nn.BatchNorm1d(4, affine=False) for _ in range(2)]
+    receiver = Receiver(Flip(*modules))
+    modules[1].running_mean = torch.ones(1).expand(4)
+    with pytest.raises(NotSupported, match="'running_mean'"):
+        receiver.open(full(copy_of(modules[0]), 1).manifest, 30)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_parameter_whose_elements_share_memory_gets_every_value(name: str) -> None:
+    module = SHARING[name]()
+    weights = {"weight": torch.arange(6.0).reshape(module.weight.shape)}
+    receiver = Receiver(InPlace(module))
+    install(receiver, full(weights, 1))
+    assert same(live(receiver), weights)
+
+
 @pytest.mark.parametrize("make", [InPlace, Swap])
 def test_a_commit_waits_for_readers_until_its_deadline_and_may_be_tried_again(make: Make) -> None:
     receiver = Receiver(make(Net()))

@@ -17,7 +17,7 @@ from transfer_queue.integrations.workers.lane import Lane, silent
 from transfer_queue.integrations.workers.ranks import Ranks
 from transfer_queue.integrations.workers.reloading import ReloadTarget
 from transfer_queue.weights.receive.receiver import AdapterSink, Receiver, VersionInfo
-from transfer_queue.weights.receive.update_session import begun_of, run_of, timeout_of
+from transfer_queue.weights.receive.update_session import CALLED_OFF, begun_of, run_of, timeout_of
 from transfer_queue.weights.transport.registry import engine
 
 log = logging.getLogger("transfer_queue.weights")
@@ -66,7 +66,7 @@ class SilentWorker:
         """Begins; the trainer hears when the version is verified."""
         self._receiver.expect_run(run_of(update_info))
         if isinstance(update_info, Mapping) and update_info.get("abort"):
-            self._give_up("the trainer gave it up")
+            self._give_up(CALLED_OFF)
             return
         self._patience_s, self._is_sent = timeout_of(update_info, FINISH_S), True
         self._lane.add(self._engine.update_weights, update_info)

@@ -169,29 +169,39 @@ def in_order(entry: ArchivedVersion, there: Sequence[ArchivedVersion]) -> Archiv
 
 def path_to_newest(entries: Sequence[ArchivedVersion], run_id: str, version: int | None) -> list[ArchivedVersion]:
     """What leads a reader that has this version of this run (None: none) to the newest version, in order: differences
-    from where it is, or the newest full version from which they lead there. Empty when it is there already."""
+    from where it is, or the newest full version from which they lead there. Where something is missing on every way
+    (`missing_version`): to the newest of those that can be reached. Empty when it is there already."""
     if not entries:
         return []
     of_run = [one for one in entries if one[:2] == entries[-1][:2]]
     newest = of_run[-1].version
-    if (run_id, version) == (entries[-1].run_id, newest):
+    here = version if version is not None and run_id == of_run[-1].run_id else None
+    if here == newest:
         return []
     next_of = {one.base: one for one in of_run if one.kind == "delta" and one.base < one.version}
 
-    def steps(at: int) -> list[ArchivedVersion] | None:
+    def steps(at: int) -> list[ArchivedVersion]:
         found = []
-        while at != newest:
-            if at not in next_of:
-                return None
+        while at != newest and at in next_of:
             found.append(next_of[at])
             at = next_of[at].version
         return found
 
-    path = steps(version) if version is not None and run_id == of_run[-1].run_id else None
-    if path is not None:
-        return path
-    for full in reversed([one for one in of_run if one.kind == "full"]):
-        rest = steps(full.version)
-        if rest is not None:
-            return [full, *rest]
-    return []
+    ways = [] if here is None else [steps(here)]
+    ways += [[one, *steps(one.version)] for one in reversed(of_run) if one.kind == "full"]
+    best = max(ways, key=lambda way: way[-1].version if way else 0, default=[])
+    return best if best and (here is None or best[-1].version == newest or best[-1].version > here) else []
+
+
+def missing_version(entries: Sequence[ArchivedVersion], version: int | None) -> int | None:
+    """The version without which nobody who has this one comes to the newest; None where that is not so."""
+    if not entries:
+        return None
+    of_run = [one for one in entries if one[:2] == entries[-1][:2]]
+    at, full = of_run[-1].version, {one.version for one in of_run if one.kind == "full"}
+    bases = {one.version: one.base for one in of_run if one.kind == "delta" and one.base < one.version}
+    while at not in full and at != version:
+        if at not in bases:
+            return at
+        at = bases[at]
+    return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from transfer_queue.errors import StaleBase, TransferQueueError, VersionGone, kept
-from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, path_to_newest
+from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, missing_version, path_to_newest
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.delta import Patch
@@ -55,7 +55,8 @@ class ArchiveSource:
         """Come to the newest version that is in the archive; whether that is another one than before. Until there is
         one it looks again after `every_s`, for `wait_s` in all (0: once).
 
-        What is deleted while it is being read is left for what is newer. `VersionGone` where there is none to come to,
+        What is deleted while it is being read is left for what is newer. Where a version is missing that the newest one
+        is a difference from, it comes to the newest that can be reached. `VersionGone` where there is none to come to,
         or a file of it is missing; `DeadlineExceeded`, `ServiceUnavailable`, `DigestMismatch` (bytes that were damaged
         there).
         """
@@ -63,7 +64,8 @@ class ArchiveSource:
         tried: list[ArchivedVersion] = []
         fault: TransferQueueError | None = None
         while True:
-            path = self._path(deadline)
+            entries = self._archive.entries(timeout_s=deadline.left("listing"))
+            path = self._path(entries)
             if path and path != tried:
                 fault, tried = self._take(path, deadline), path
                 if fault is None:
@@ -72,8 +74,9 @@ class ArchiveSource:
             if time.monotonic() >= give_up:
                 if path and fault is not None:
                     raise fault
-                if self.version is None:
+                if self.version is None and not entries:
                     raise VersionGone(f"no version in {self._archive.url}")
+                self._expect_reached(entries)
                 return False
             # A store tells nobody what comes.
             time.sleep(min(every_s, max(0.0, give_up - time.monotonic()), deadline.left("waiting for a version")))
@@ -90,13 +93,23 @@ class ArchiveSource:
     def aliases(self) -> dict[str, str]:
         return dict(self._aliases)
 
-    def _path(self, deadline: Deadline) -> list[ArchivedVersion]:
-        entries = self._archive.entries(timeout_s=deadline.left("listing"))
+    def _path(self, entries: list[ArchivedVersion]) -> list[ArchivedVersion]:
         keys = {one.key for one in entries if one[:3] == entries[-1][:3]}
         has_number = bool(entries) and (entries[-1].run_id, entries[-1].version) == (self.run_id, self.version)
         if has_number and self._key not in keys:  # of a trainer that was started anew under the name that it had
             return path_to_newest(entries, "", None)
         return path_to_newest(entries, self.run_id, self.version)
+
+    def _expect_reached(self, entries: list[ArchivedVersion]) -> None:
+        """Nothing leads on from here: `VersionGone` unless this is the newest version."""
+        is_run = bool(entries) and entries[-1].run_id == self.run_id
+        missing = missing_version(entries, self.version if is_run else None)
+        if missing is not None:
+            newest = entries[-1]
+            raise VersionGone(
+                f"version {missing} of run {newest.run_id!r} is missing in {self._archive.url}, and version "
+                f"{newest.version} is a difference that needs it: have the trainer send a full one (full=True)"
+            )
 
     def _take(self, path: list[ArchivedVersion], deadline: Deadline) -> TransferQueueError | None:
         """Go along; why it does not lead to its end, if it does not."""

@@ -32,13 +32,22 @@ from transfer_queue.weights.receive.gate import Generation, Mode
 from transfer_queue.weights.receive.pauses import Pauses
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.receive.status import OpenUpdate, ServerStatus
-from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, UpdateSession, begun_of, run_of, timeout_of
+from transfer_queue.weights.receive.update_session import (
+    CALLED_OFF,
+    Phase,
+    UpdateEnd,
+    UpdateSession,
+    begun_of,
+    run_of,
+    timeout_of,
+)
 from transfer_queue.weights.transport.info import parse
 
 DEFAULT_LABEL = "default"  # before the first commit
 UPDATE_TIMEOUT_S = 600.0
 INIT_TIMEOUT_S = 60.0  # for a call of the trainer before to end, when the new one does not say
 PAUSE_TIMEOUT_S = 120.0
+CALL_OFF_S = 10.0  # for a call that runs to end, once its update was called off
 CHECK_TIMEOUT_S = 60.0  # to wait for a commit to end before reading the weights
 UpdateInfo: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
@@ -160,10 +169,14 @@ class Control:
 
     def update_weights(self, update_info: UpdateInfo) -> None:
         """Take a part of the update. Any error ends it: the old weights serve on. `NotOpen` without a start. A part of
-        another run is refused (`WrongEpoch`, `NotInitialized`), and harms nothing."""
+        another run is refused (`WrongEpoch`, `NotInitialized`), and harms nothing. One that calls the update off
+        (`abort`) ends it also while another call takes a part, which is woken up."""
         with _caller_errors("update_info"):
             info = self._part(_inner(update_info, "update_info"))
         self._receiver.expect_run(run_of(info))
+        if info.get("abort"):
+            self._call_off(info)
+            return
         with self._turn() as engine, self._step(), _caller_errors("update_info"):
             engine.update_weights(info)
 
@@ -312,6 +325,12 @@ class Control:
             raise
         finally:
             self._naming = None
+
+    def _call_off(self, info: dict[str, Any]) -> None:
+        if not self._receiver.end(CALLED_OFF):
+            raise self._not_open()
+        with self._turn(CALL_OFF_S) as engine:
+            engine.update_weights(info)
 
     def _not_open(self) -> TransferQueueError:
         last = self._receiver.last_session

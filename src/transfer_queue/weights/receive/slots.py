@@ -59,8 +59,14 @@ class Slots:
 
 
 def writable(tensor: torch.Tensor) -> bool:
-    """Whether each element has memory of its own: not what `expand` gives."""
-    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    """Whether each element has memory of its own: not what `expand` gives, nor windows that lie over each other."""
+    reach = 0  # how far the dimensions with smaller strides go
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return not tensor.numel()
+            reach += (size - 1) * stride
+    return True
 
 
 def within_parameters(slots: Mapping[str, torch.Tensor], same: Mapping[str, str]) -> set[int]:

@@ -344,11 +344,17 @@ class Flip(_ModuleTarget):
             raise InvalidInput("the two modules share weights")
         if ties(mine) != ties(other) or kinds(mine) != kinds(other):
             raise InvalidInput("the two modules differ in names, dtypes, shapes or ties of their weights")
+        for weights in (mine, other):
+            _expect_writable(weights)
         self._spare = spare
         self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
         self._entered = threading.Condition()
         self._num_readers = {id(module): 0, id(spare): 0}
         self._reads: ContextVar[Sequence[Live]] = ContextVar("tq-reads", default=())  # one, or none any more
+
+    def check(self, contents: Contents) -> None:
+        super().check(contents)
+        _expect_writable(named_weights(self._spare))  # a forward pass may have assigned a buffer
 
     def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
         return once(staged, ties(named_weights(self._module)))
@@ -400,6 +406,16 @@ class Flip(_ModuleTarget):
                     found.clear()  # a task that was started within has it, and may go on
                     self._num_readers[id(live.module)] -= 1
                     self._entered.notify_all()
+
+
+def _expect_writable(weights: Tensors) -> None:
+    """Flip writes each tensor where it lies."""
+    name = next((name for name, one in weights.items() if not writable(one)), None)
+    if name is not None:
+        raise NotSupported(
+            f"elements of {name!r} share memory, as after expand: Flip cannot write them one by one; give it memory "
+            "of its own (clone), or use InPlace or Swap, which replace it"
+        )
 
 
 def _slots_of(

@@ -16,6 +16,8 @@ from transfer_queue.errors import Aborted, DeadlineExceeded, NotOpen, TransferQu
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.version.manifest import Contents, Manifest
 
+CALLED_OFF = "the trainer gave it up"
+
 
 class Phase(str, Enum):
     STARTED = "started"

@@ -15,8 +15,8 @@ import logging
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -38,7 +38,7 @@ from transfer_queue.errors import (
 from transfer_queue.trace.activity import activity
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.receive.receiver import Receiver, VersionInfo
-from transfer_queue.weights.receive.update_session import Phase, UpdateEnd, run_of
+from transfer_queue.weights.receive.update_session import CALLED_OFF, Phase, UpdateEnd, UpdateSession, run_of
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.transport.faults import as_typed, cut_text, system_faults
 from transfer_queue.weights.transport.fetching import TrainerLink
@@ -125,13 +125,17 @@ class Engine(ABC):
 
     def update_weights(self, update_info: Info) -> None:
         """Returns when the version is verified and only has to be committed. Whatever is wrong leaves the old one. An
-        info of another run is refused (`WrongEpoch`, `NotInitialized`), and harms nobody's update."""
+        info of another run is refused (`WrongEpoch`, `NotInitialized`), and harms nobody's update. One that calls the
+        update off wakes up the call that receives it."""
         if self._is_refused(lambda: self.receiver.expect_run(run_of(update_info))):
             return
+        if isinstance(update_info, Mapping) and update_info.get("abort") is True:
+            with suppress(UpdateInProgress):  # it is being committed: this is heard after it
+                self.receiver.end(CALLED_OFF)
         with self._busy, self._fault():
             info = parse(update_info, self.update_form)
             if info.abort:
-                self._drop("the trainer gave it up")
+                self._drop(CALLED_OFF)
                 self._is_called_off = True
                 self.outcome = self._blank
                 return
@@ -338,7 +342,9 @@ class Engine(ABC):
                 typed = session.error()
             text = cut_text(str(typed))
             if not self.outcome.code:
-                log.warning("rank %s: %s", self.rank, text)  # records that are kept would keep staged memory
+                # Records that are kept would keep staged memory. What somebody called off is no fault.
+                level = logging.INFO if self._is_wished(session, typed) else logging.WARNING
+                log.log(level, "rank %s: %s", self.rank, text)
             self.outcome = replace(self.outcome, code=typed.code, text=text)
             if not isinstance(typed, UpdateInProgress):
                 self.receiver.end(text, failed=True, only=session)
@@ -350,6 +356,12 @@ class Engine(ABC):
                     raise typed from (None if typed is error else error)
             finally:
                 del typed  # its traceback has this frame: both would stay until a collection
+
+    def _is_wished(self, session: UpdateSession | None, error: TransferQueueError) -> bool:
+        """Whether the update ended as somebody called it off, also before this call of it came."""
+        if session is None:
+            return self._is_called_off and isinstance(error, NotOpen)
+        return session.end is UpdateEnd.ABORTED
 
     def _report(self, deadline: Deadline) -> None:
         try:

@@ -41,6 +41,7 @@ from transfer_queue.weights.transport.version_folders import (
     LENGTH,
     MANIFEST,
     TEMPORARY,
+    VersionLease,
     bucket_name,
     check_name,
     flush,
@@ -140,6 +141,7 @@ class DiskTrainer(TrainerEngine):
         self.root = Path(info.folder)
         self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it
         self._undecided: set[Path] = set()  # that were begun, and neither decided nor withdrawn since
+        self._leases: dict[Path, VersionLease] = {}  # on those and the newest: not for others to delete
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
@@ -167,11 +169,13 @@ class DiskTrainer(TrainerEngine):
             self._undecided.add(final)
             try:
                 temporary.mkdir()
-                with leased(temporary, fcntl.LOCK_EX):
-                    manifest = self._write(draft, temporary, deadline)
-                    os.rename(temporary, final)
+                self._leases[final] = VersionLease(temporary, fcntl.LOCK_EX)
+                manifest = self._write(draft, temporary, deadline)
+                self._leases[final].share()
+                os.rename(temporary, final)
                 self._sync(final.parent)
             except BaseException:
+                self._end_leases(final)
                 shutil.rmtree(temporary, ignore_errors=True)
                 remove_version(final)
                 raise
@@ -181,12 +185,21 @@ class DiskTrainer(TrainerEngine):
         final = self.folder_of(manifest.version, label_of(manifest))
         point_to(final, self.info.sync)
         self._undecided.discard(final)
+        past = [one for one in list(self._leases) if one.parent == final.parent and one not in self._undecided]
+        self._end_leases(*(one for one in past if one != final))
         retain(final, self.info.keep)
 
     def _withdraw(self, manifest: Manifest) -> None:
         self._withdraw_folder(self.folder_of(manifest.version, label_of(manifest)))
 
+    def _end_leases(self, *folders: Path) -> None:
+        for one in folders:
+            lease = self._leases.pop(one, None)
+            if lease is not None:
+                lease.end()
+
     def _withdraw_folder(self, folder: Path) -> None:
+        self._end_leases(folder)
         self._withdrawn.extend(withdraw_version(folder))
         self._undecided.discard(folder)
 
@@ -223,6 +236,7 @@ class DiskTrainer(TrainerEngine):
 
     def _close(self) -> None:
         """Versions stay on the disk."""
+        self._end_leases(*list(self._leases))
         self._clean()
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from transfer_queue.errors import InvalidInput
+from transfer_queue.names import nearest
 from transfer_queue.structs import decodable
 from transfer_queue.trace.activity import Activity
 from transfer_queue.weights.transport.deadline import checked_s
@@ -106,6 +107,22 @@ def parse(info: object, form: type[S]) -> S:
             return msgspec.convert(info, form)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"{form.__name__}: {error}") from None
+
+
+def settings_of(info: object, form: type[S]) -> S:
+    """What a trainer's user gave, as `form`; `InvalidInput` also for a key that it does not have, which would be a
+    setting that does nothing. Of a transport with one rank, that this is the only one may be said, as vLLM's
+    programs do."""
+    if isinstance(info, Mapping):
+        known = {*form.__struct_encode_fields__, "epoch"}
+        alone = {"rank": 0, "world": 1}
+        for key in info:
+            if key in known or (key in alone and info[key] == alone[key]):
+                continue
+            if key in alone:
+                raise InvalidInput(f"{form.__name__}: {key!r} is {info[key]!r}, and this transport has one rank")
+            raise InvalidInput(f"{form.__name__} has no {key!r}; the nearest is {nearest(str(key), known)!r}")
+    return parse(info, form)
 
 
 def checked_version(asked: Any) -> int:

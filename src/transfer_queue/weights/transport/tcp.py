@@ -27,7 +27,7 @@ from transfer_queue.weights.transport.faults import system_faults
 from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
 from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
 from transfer_queue.weights.transport.holder import Holder
-from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, parse
+from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, settings_of
 from transfer_queue.weights.transport.peers import Sharing
 from transfer_queue.weights.transport.pending import Base, PendingVersion, SyncReport
 from transfer_queue.weights.transport.ranks import (
@@ -159,7 +159,7 @@ class TcpTrainer(TrainerEngine):
     def trainer_init(cls, init_info: Info, *, client: Client | None, source: WeightSource) -> Any:
         """Of rank 0 (or the only one): see `TrainerEngine`. Of another rank: a `Holder`, once rank 0 is there; its
         `send_weights` takes part in those of rank 0, its `client` is not used."""
-        info = parse(init_info, cls.init_form)
+        info = settings_of(init_info, cls.init_form)
         if not 0 <= info.rank < info.world:
             raise InvalidInput(f"rank {info.rank} of {info.world}")
         if info.world > 1 and bool(info.meet) != bool(info.token):

@@ -35,7 +35,7 @@ from transfer_queue.weights.transport.adapter_calls import AdapterCalls
 from transfer_queue.weights.transport.clients import Client, Follower, Partial, check_client, missed_by
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall, TimedCalls
 from transfer_queue.weights.transport.faults import as_typed, system_faults
-from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, parse
+from transfer_queue.weights.transport.info import INIT_TIMEOUT_S, Info, checked_version, describe, key_of, settings_of
 from transfer_queue.weights.transport.info import TrainerInfo as TrainerInfo
 from transfer_queue.weights.transport.pending import Base, PendingAdapter, PendingVersion, SyncReport, label_of
 from transfer_queue.weights.transport.reports import (
@@ -99,7 +99,7 @@ class TrainerEngine(AdapterCalls):
     @system_faults()
     def trainer_init(cls: type[Self], init_info: Info, *, client: Client, source: WeightSource) -> Self:
         """Open the transport and introduce the receivers to it, within the `timeout_s` of `init_info`."""
-        made = cls(parse(init_info, cls.init_form), client, source)
+        made = cls(settings_of(init_info, cls.init_form), client, source)
         try:
             check_client(client)
             deadline = Deadline(made.info.timeout_s)

@@ -121,24 +121,52 @@ def writing(folder: Path) -> Iterator[None]:
         raise ServiceUnavailable(f"nothing can be written to {folder}: {error}") from error
 
 
+class VersionLease:
+    """A lock on a version's folder, until `end` or the end of the process; `VersionGone` when it is being deleted, or
+    was. `kind`: `LOCK_EX` of who writes or deletes it, `LOCK_SH` of those that keep it there."""
+
+    def __init__(self, folder: Path, kind: int) -> None:
+        self._folder, self._owner = folder, os.getpid()
+        flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+        try:
+            self._fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise VersionGone(f"no version in {folder}: {error.strerror}") from None
+        try:
+            self._lock(kind)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def share(self) -> None:
+        """It is written: others may read it, and nobody deletes it."""
+        self._lock(fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        """Repeatable. Children that were forked meanwhile have the lock, too, and do not keep it."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if os.getpid() == self._owner:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def _lock(self, kind: int) -> None:
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise VersionGone(f"{self._folder} is in use, or being deleted") from None
+
+
 @contextlib.contextmanager
 def leased(folder: Path, kind: int) -> Iterator[None]:
-    """Hold the lease of a version while within; `VersionGone` when it is being deleted, or was."""
-    flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
+    """Hold the lease of a version while within."""
+    lease = VersionLease(folder, kind)
     try:
-        fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise VersionGone(f"no version in {folder}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise VersionGone(f"{folder} is in use, or being deleted") from None
         yield
     finally:
-        os.close(fd)
+        lease.end()
 
 
 def retain(newest: Path, keep: int) -> None:
