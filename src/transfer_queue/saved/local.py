@@ -307,7 +307,14 @@ def _delete(old: Path) -> None:
     deleted = Path(DELETED.join(str(old).rsplit(OLD, 1)))
     with contextlib.suppress(OSError):
         os.rename(old, deleted)
-    shutil.rmtree(deleted, ignore_errors=True)
+    try:
+        shutil.rmtree(deleted, ignore_errors=True)
+    except OSError as error:
+        if isinstance(
+            error.__context__, KeyboardInterrupt
+        ):  # as a folder was closed: Python closes it again
+            raise error.__context__ from None
+        raise
 
 
 def _replaced(target: Path, name: str) -> Path | None:
