@@ -110,7 +110,9 @@ def _perform(session: Session, effect: Effect, given: Given, note: OperationNote
     if type(effect) is Call:
         given.append(effect)
         if note is not None:
-            note.asking(effect)
+            note.call = effect
+            if note.telemetry is not None:
+                note.tag(effect.request)
         found = session.call(effect)
         if note is not None:
             note.heard(effect, *found)
@@ -181,7 +183,9 @@ async def _perform_async(session: Session, effect: Effect, given: Given, note: O
     if type(effect) is Call:
         given.append(effect)
         if note is not None:
-            note.asking(effect)
+            note.call = effect
+            if note.telemetry is not None:
+                note.tag(effect.request)
         found = await session.call_async(effect)
         if note is not None:
             note.heard(effect, *found)

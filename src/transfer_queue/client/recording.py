@@ -35,14 +35,16 @@ Rows = tuple[str | list[str], Indexes]  # with their partitions
 
 class OperationNote:
     """Notes what an operation asks and hears while it is carried out; its driver says when. What that means is found
-    out later, by the thread that writes.
+    out later, by the thread that writes. Each method that is called meanwhile costs an operation about a microsecond,
+    as none of its code is in the processor's caches.
 
-    `args` and `kwargs` are what it was called with: where cells came with their metadata, only that names the rows.
+    `call` is on its way. `args` and `kwargs` are what the operation was called with: where cells came with their
+    metadata, only that names the rows.
     """
 
     __slots__ = (
-        "_asked", "_began", "_call", "_ended", "_error", "_given", "_is_async", "_life", "_moved", "_name", "_span",
-        "_started", "_telemetry", "_unasked", "_waited", "thread",
+        "_asked", "_ended", "_error", "_given", "_heard", "_is_async", "_life", "_moved", "_name", "_span", "_started",
+        "_unasked", "_waited", "call", "telemetry", "thread",
     )  # fmt: skip
 
     def __init__(
@@ -53,42 +55,41 @@ class OperationNote:
         self._given = args[0] if args else kwargs.get("metadata", kwargs.get("meta"))
         self._asked: list[tuple[Any, Any]] = []  # requests, and their replies; None where an error came instead
         self._unasked: Rows | None = None
-        self._call: Call | None = None
+        self.call: Call | None = None
         self._moved = self._waited = 0
-        self._telemetry = switch.telemetry
-        if self._telemetry is not None:
-            self._span = self._telemetry.span(name.strip("_"), BY_NAME.get(name.strip("_"), ""))
-        self._started = monotonic_ns()
+        self.telemetry = switch.telemetry
+        if self.telemetry is not None:
+            self._span = self.telemetry.span(name.strip("_"), BY_NAME.get(name.strip("_"), ""))
+        self._started = self._heard = monotonic_ns()
 
-    def asking(self, call: Call) -> None:
-        """The call is sent now."""
-        if self._telemetry is not None:
-            _tag(call.request, self._telemetry.parent_of(self._span))
-        self._call = call
-        self._began = monotonic_ns()
+    def tag(self, request: m.Request) -> None:
+        """It is sent now, and says whose it is."""
+        if self.telemetry is not None:
+            _tag(request, self.telemetry.parent_of(self._span))
 
     def heard(self, call: Call, reply: m.Reply, payload: memoryview) -> None:
         """It has its answer."""
-        self._call = None
+        self.call = None
         self._asked.append((call.request, reply))
         self._moved += len(call.payload or payload)
+        before, self._heard = self._heard, monotonic_ns()
         if call.wait_s and type(call.request) is not m.Commit:  # that waits for room alone
-            self._waited += monotonic_ns() - self._began
+            self._waited += self._heard - before
 
     def ended(self, result: object, error: BaseException | None = None) -> None:
         """The operation has ended, with a result or an error."""
         self._ended, self._error = monotonic_ns(), None if error is None else type(error)
         self.thread, self._is_async = get_ident(), _get_running_loop() is not None
-        call, self._call = self._call, None  # it holds the bytes
+        call, self.call = self.call, None  # it holds the bytes
         if call is not None:
             self._asked.append((call.request, None))
-            self._waited += self._ended - self._began if call.wait_s else 0
-        if not self._moved:
+            self._waited += self._ended - self._heard if call.wait_s else 0
+        if not self._moved and type(result) in (TensorDict, tuple):
             self._moved = _nbytes(result)
         if not self._asked and type(self._given) is BatchMeta:
             self._unasked = self._given._parts, self._given.indexes
-        if self._telemetry is not None:
-            self._tell(self._telemetry, error)
+        if self.telemetry is not None:
+            self._tell(self.telemetry, error)
         self._given = None
         if switch.recorder is not None:
             switch.recorder.add(self)

@@ -310,9 +310,7 @@ def _delete(old: Path) -> None:
     try:
         shutil.rmtree(deleted, ignore_errors=True)
     except OSError as error:
-        if isinstance(
-            error.__context__, KeyboardInterrupt
-        ):  # as a folder was closed: Python closes it again
+        if isinstance(error.__context__, KeyboardInterrupt):  # as a folder was closed: Python closes it again
             raise error.__context__ from None
         raise
 

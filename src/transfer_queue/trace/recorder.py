@@ -43,23 +43,25 @@ class SpanRecorder:
         self._starting = threading.Lock()
         self._file: TraceFile | None = None
         self._lost = self._told = 0
-        self._names: dict[int, str] = {}  # of threads; a number goes to another one when its thread has ended
-        self._labels: dict[int, dict[str, None]] = {}  # all names that a number had, `MAX_NAMES` at most
+        self._here = threading.local()  # `thread`: its number, once it is named
+        self._labels: dict[int, dict[str, None]] = {}  # all names that a number had, `MAX_NAMES` at most: a number goes
+        # to another thread when its own has ended
 
     def add(self, noted: SpanSource) -> None:
         """Write its span soon."""
         if self._thread is None:
             self._begin()
-        name = threading.current_thread().name  # it may have ended when this is written
-        if self._names.get(noted.thread) != name:
-            self._name(noted.thread, name)
+        if noted.thread != getattr(self._here, "thread", 0):
+            self._name(noted.thread)
         if len(self._pending) < PENDING:
             self._pending.append(noted)
         else:
             self._lost += 1
 
-    def _name(self, thread: int, name: str) -> None:
-        self._names[thread] = name
+    def _name(self, thread: int) -> None:
+        """Note what this thread is called: it may have ended when its spans are written."""
+        self._here.thread = thread
+        name = threading.current_thread().name
         known = self._labels.get(thread, {})
         label = name if len(known) < MAX_NAMES else "..."
         self._labels[thread] = {**known, label: None}  # a new one: others may read it
