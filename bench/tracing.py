@@ -1,27 +1,31 @@
-"""What a trace costs the operations it records: single rows, with and without a trace, in turn in one process.
+"""What a trace costs the operations it records: single rows, in processes that record one and in others that do not.
 
-    python -m bench.tracing [--rounds 100] [--calls 20]
+    python -m bench.tracing [--rounds 100] [--calls 20] [--trios 4]
 
-Each round does every operation `calls` times without a trace, as often with one, and as often without one again, in an
-order that changes from round to round: what the two without differ by is what the machine did meanwhile. `writer` is
-the processor time that the thread which writes takes for each operation, beside it.
+Three processes of one service at a time: one with a trace from its beginning, as with TQ_TRACE, and two without. Each
+round every one of them does every operation `calls` times, in an order that changes from round to round; what the two
+without differ by is what the machine did meanwhile, and where their memory happens to lie. `trios` follow each other.
+`writer` is the processor time that the threads which write take for each operation, beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import torch
 
 import transfer_queue as tq
-from transfer_queue.trace import switch
 
-PARTITION = "bench"
+PARTITION = f"bench {os.getpid()}"
+ARMS = ("off", "on", "again")
 Act = Callable[[], object]
 Prepared = Callable[[int], list[Act]]
 
@@ -73,43 +77,68 @@ def timed(acts: list[Act]) -> list[float]:
     return found
 
 
-def in_turn(prepared: Prepared, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Microseconds of each call: without a trace, with one, and without one again."""
-    found: dict[str, list[float]] = {"off": [], "on": [], "again": []}
-    arms = list(found)
-    for number in range(rounds + 1):
+def work(line: Connection, folder: str) -> None:
+    """Do what is asked for: so many calls of an operation. Answers with their times, and the processor time of others
+    than this thread for each, both in microseconds."""
+    if folder:
+        tq.trace.start(folder)
+    tq.init()
+    gc.disable()
+    while (asked := line.recv()) is not None:
+        name, calls = asked
         tq.get_client().clear_partition(PARTITION)
-        acts = prepared(3 * calls)
-        for place, arm in enumerate(arms[number % 3 :] + arms[: number % 3]):
-            switch.is_on = arm == "on"
-            took = timed(acts[place * calls : (place + 1) * calls])
-            found[arm] += took if number else []  # the first round warms up
-    return found
+        acts = CASES[name](calls)
+        before = time.process_time() - time.thread_time()
+        took = timed(acts)
+        line.send((took, 1e6 * (time.process_time() - time.thread_time() - before) / calls))
+    tq.close()
 
 
-def writer_us(prepared: Prepared, calls: int, folder: str) -> float:
-    """Of processor time for each call, in other threads than the caller's."""
-    tq.get_client().clear_partition(PARTITION)
-    acts = prepared(calls)
-    before = time.process_time() - time.thread_time()
-    with tq.trace.start(folder):
-        timed(acts)
-    return 1e6 * (time.process_time() - time.thread_time() - before) / calls
+class Trio:
+    """Three processes, one of which records a trace."""
+
+    def __init__(self, folder: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._lines: dict[str, Connection] = {}
+        self._processes = []
+        for arm in ARMS:
+            self._lines[arm], theirs = context.Pipe()
+            self._processes.append(context.Process(target=work, args=(theirs, folder if arm == "on" else "")))
+            self._processes[-1].start()
+
+    def times(self, arm: str, name: str, calls: int) -> tuple[list[float], float]:
+        self._lines[arm].send((name, calls))
+        found: tuple[list[float], float] = self._lines[arm].recv()
+        return found
+
+    def close(self) -> None:
+        for line, process in zip(self._lines.values(), self._processes, strict=True):
+            line.send(None)
+            process.join()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--trios", type=int, default=4)
     options = parser.parse_args()
     tq.init()
-    gc.disable()
-    print(f"{'operation':<22}{'off us':>9}{'on us':>9}{'on':>9}{'again':>9}{'p95 off':>9}{'p95 on':>9}{'writer':>9}")
+    found: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in CASES}
+    writer: dict[str, list[float]] = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
-        for name, prepared in CASES.items():
-            with tq.trace.start(folder):
-                found = in_turn(prepared, options.rounds, options.calls)
-            print(line(name, found, writer_us(prepared, 1000, folder)), flush=True)
+        for _ in range(options.trios):
+            trio = Trio(folder)
+            for number in range(options.rounds + 1):
+                for name in CASES:
+                    for arm in ARMS[number % 3 :] + ARMS[: number % 3]:
+                        took, other = trio.times(arm, name, options.calls)
+                        found[name][arm] += took if number else []  # the first round warms up
+                        writer[name] += [other] if arm == "on" else []
+            trio.close()
+    print(f"{'operation':<22}{'off us':>9}{'on us':>9}{'on':>9}{'again':>9}{'p95 off':>9}{'p95 on':>9}{'writer':>9}")
+    for name in CASES:
+        print(line(name, found[name], statistics.mean(writer[name])))
     tq.close()
 
 

@@ -284,7 +284,7 @@ def test_a_call_with_a_lease_keeps_its_deadline_and_the_event_loop_running(
 def test_a_client_that_was_closed_after_its_service_ended_stays_closed(service: Callable[..., Any]) -> None:
     service(server={"durability": "none"})
     mine = tq.get_client()
-    mine.session._end("another life answers")
+    mine.session.end("another life answers")
     mine.close()
     with pytest.raises(ServiceUnavailable, match="this client was closed"):
         mine.get_partition_list()
@@ -369,7 +369,7 @@ def test_a_child_that_is_forked_while_another_thread_attaches_anew_can_attach(
         return Session.successor(session)
 
     monkeypatch.setattr(session, "successor", successor)
-    session._end("another life answers")
+    session.end("another life answers")
     thread = threading.Thread(target=other.get_partition_list)
     with session.mover._lock:  # as a thread of the parent may have it
         thread.start()
