@@ -103,8 +103,10 @@ class Trio:
         self._processes = []
         for arm in ARMS:
             self._lines[arm], theirs = context.Pipe()
-            self._processes.append(context.Process(target=work, args=(theirs, folder if arm == "on" else "")))
+            given = theirs, folder if arm == "on" else ""
+            self._processes.append(context.Process(target=work, args=given, daemon=True))
             self._processes[-1].start()
+            theirs.close()  # so that the end of one is an error, and no wait for its answer
 
     def times(self, arm: str, name: str, calls: int) -> tuple[list[float], float]:
         self._lines[arm].send((name, calls))

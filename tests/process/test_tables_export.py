@@ -217,20 +217,21 @@ def test_a_file_that_nobody_has_any_more_keeps_no_thread(tmp_path: Path, monkeyp
     assert str(tmp_path / "a") not in {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
 
 
-def growing(partition: str) -> list[int]:
-    """Puts rows that become longer and longer; how long they are."""
-    lengths = [1] * 2000 + [1000] * 900
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[str, list[int]]:
+    """A partition whose rows become longer, and how long they are, where row groups and batches are small."""
+    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
+    monkeypatch.setattr(cell_batches, "BATCH_NBYTES", 1 << 12)
+    partition, lengths = request.node.name, [1] * 2000 + [1000] * 900
     tq.kv_batch_put([str(n) for n in range(2900)], partition, {"r": [torch.arange(length) for length in lengths]})
-    return lengths
+    return partition, lengths
 
 
 def test_a_file_whose_later_rows_are_much_larger_has_small_row_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    growing: tuple[str, list[int]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
-    monkeypatch.setattr(cell_batches, "BATCH_NBYTES", 1 << 12)
-    lengths = growing(request.node.name)
-    assert tq.export_table(request.node.name, tmp_path / "a.parquet")["rows"] == 2900
+    partition, lengths = growing
+    assert tq.export_table(partition, tmp_path / "a.parquet")["rows"] == 2900
     found = pq.ParquetFile(tmp_path / "a.parquet")
     assert [len(row) for row in found.read()["r"].to_pylist()] == lengths
     groups = [found.metadata.row_group(number) for number in range(found.num_row_groups)]
@@ -238,12 +239,10 @@ def test_a_file_whose_later_rows_are_much_larger_has_small_row_groups(
 
 
 def test_a_directory_whose_later_rows_are_much_larger_has_one_more_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    growing: tuple[str, list[int]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(table_files, "GROUP_NBYTES", 1 << 12)
-    monkeypatch.setattr(cell_batches, "BATCH_NBYTES", 1 << 12)
-    lengths = growing(request.node.name)
-    assert tq.export_table(request.node.name, tmp_path / "d")["files"] > 1
+    partition, lengths = growing
+    assert tq.export_table(partition, tmp_path / "d")["files"] > 1
     assert [len(row) for row in pq.read_table(tmp_path / "d")["r"].to_pylist()] == lengths
 
 

@@ -220,7 +220,7 @@ def _shards(
     while following is not None or not written:
         with kind(directory / (name.format(len(written)) + kind.suffix), found.schema) as file:
             written.append(file)
-            while following is not None and (not file.rows or not (file.is_uneven or file.nbytes >= SHARD_NBYTES)):
+            while following is not None and not (file.is_uneven or file.nbytes >= SHARD_NBYTES):
                 file.write(following)
                 following = next(batches, None)
     return written

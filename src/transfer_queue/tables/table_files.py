@@ -1,6 +1,6 @@
 """New files with rows of a table: Parquet, and streams of Arrow.
 
-`ParquetFile` is encoded by polars: lists of numbers take pyarrow four times its processor time (docs/benchmarks.md).
+`ParquetFile` is encoded by polars: lists of numbers take pyarrow 2.6 times its processor time (docs/benchmarks.md).
 polars has threads of its own. Batches go to them by a thread of ours, so that whoever reads the rows is in the thread
 that called, where an interrupt arrives.
 """
@@ -20,6 +20,8 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 from polars.io.plugins import register_io_source
+
+from transfer_queue.tables.partition_table import KEY
 
 HELD_NBYTES = 64 << 20  # given, and not taken by polars: the caller waits with more
 GROUP_NBYTES = 32 << 20  # of a row group, as far as the first rows tell
@@ -196,7 +198,7 @@ class BatchSink:
 
     def _write(self) -> None:
         """All that comes, until the end."""
-        has_texts = any(pa.types.is_large_string(field.type) and field.name != "key" for field in self._schema)
+        has_texts = any(pa.types.is_large_string(field.type) and field.name != KEY for field in self._schema)
         try:
             register_io_source(self._frames, schema=_frame(self._schema.empty_table()).schema).sink_parquet(
                 self._path,

@@ -258,14 +258,9 @@ class FollowEvents(Request):
     most: int = 1024
 
 
-class RowsEvent(msgspec.Struct, array_like=True):
-    """As `RowEvent`, of `rows` rows at once; `first` and `last`: the smallest and the largest global index of them."""
+class RowsEvent(RowEvent, array_like=True):
+    """The same of `rows` rows at once; `first` and `last`: the smallest and the largest global index of them."""
 
-    ago_s: float
-    what: str
-    session: bytes
-    task: str
-    detail: str
     rows: int
     first: int
     last: int
