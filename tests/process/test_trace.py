@@ -89,6 +89,22 @@ def test_rows_are_followed_by_their_keys(folder: Path, client: tq.TransferQueueC
     assert found.named("kv_batch_get")[0]["args"]["keys"] == ["a", "b"]
 
 
+def test_reads_say_how_many_bytes_they_read(folder: Path, client: tq.TransferQueueClient) -> None:
+    lengths = torch.tensor([1000, 3000, 2000])
+    ragged = torch.nested.as_nested_tensor([torch.zeros(n) for n in lengths.tolist()], layout=torch.jagged)
+    tq.kv_batch_put(["a", "b", "c"], "p", {"x": torch.zeros(3, 4096), "y": ragged, "z": torch.zeros(3)})
+    tq.kv_batch_get(["a", "b", "c"], "p", select_fields=["x"])
+    tq.kv_batch_get(["b"], "p", select_fields=["x", "z"])
+    tq.kv_batch_get(["a", "b", "c"], "p", select_fields=["y"])
+    client.get_data(client.get_meta(["x"], 3, "p", task_name="far"))  # too much to come along
+    for _ in range(2):
+        client.get_data(client.get_meta(["z"], 1, "p", task_name="near"))
+    found = joined(folder)
+    assert [one["args"]["bytes"] for one in found.named("kv_batch_get")] == [49152, 16388, 24032]
+    assert [one["args"]["bytes"] for one in found.named("get_data")] == [49152, 4, 4]
+    assert all(one["args"]["rows"] for one in found.named("kv_batch_get") + found.named("get_data"))
+
+
 def test_groups_are_followed_to_the_ack_of_their_lease(folder: Path, client: tq.TransferQueueClient) -> None:
     pool = tq.group_pool("train", tq.GroupPolicy.windowed(1))
     pool.open("prompt-7", 2)

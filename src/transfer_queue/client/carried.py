@@ -35,12 +35,14 @@ class Asked(NamedTuple):
 
 
 class CarriedCells(NamedTuple):
-    """What a fetched `BatchMeta` has of its fetch. `cells`: those that came along, until somebody takes them."""
+    """What a fetched `BatchMeta` has of its fetch. `cells`: those that came along, until somebody takes them;
+    `located` says what they are."""
 
     owner: Carrying
     asked: Asked
     rows: bytes
     cells: list[Cells]
+    located: m.Located | None
     until: float
 
 
@@ -60,12 +62,13 @@ class Carrying:
         """`meta` is of the rows in the answer. They were handed out `after_s` after the server had the request, which
         is not before it was sent: they are no older than counted here, whatever the clocks say."""
         if isinstance(reply, m.RowSet):
-            meta._carried = CarriedCells(self, asked, reply.rows, [], 0.0)
+            meta._carried = CarriedCells(self, asked, reply.rows, [], None, 0.0)
             return
         reader = _reader(asked.request)
         self._unused[reader] = self._unused.get(reader, 0) + UNUSED
         handed_out = asked.at + reply.after_s
-        meta._carried = CarriedCells(self, asked, reply.rows.rows, [(reply.located, payload)], handed_out + FRESH_S)
+        cells, until = [(reply.located, payload)], handed_out + FRESH_S
+        meta._carried = CarriedCells(self, asked, reply.rows.rows, cells, reply.located, until)
 
     def read(self, meta: BatchMeta, requests: list[m.Get], changes: int) -> Cells | None:
         """The cells of `meta`, which `requests` ask for, where they came along and are still good."""

@@ -51,14 +51,14 @@ def run(session: Session, operation: Operation[T], note: OperationNote | None = 
                 given.untold.append((session.confirmation(call.request.rid), call.to))
         session.tell(given.untold)
         if note is not None:
-            note.ended(result)
+            note.ended()
         session.uses.end(given)  # not later: an interrupt that strikes in it gives back what the result is
         return result
     except BaseException as error:
         session.given_up.append((given, error.__class__))  # first of all: a second interrupt may come with any call
         try:
             if note is not None:
-                note.ended(None, error)
+                note.ended(error)
             session.tell(given.untold)
             session.settle(not isinstance(error, UNANSWERED))
         finally:
@@ -154,11 +154,11 @@ async def run_async(session: Session, operation: Operation[T], note: OperationNo
             if type(call.request) in TAKING:
                 session.confirm_on_loop(call.request.rid, call.to)
         if note is not None:
-            note.ended(result)
+            note.ended(is_async=True)
         return result
     except BaseException as error:
         if note is not None:
-            note.ended(None, error)
+            note.ended(error, is_async=True)
         _cancel_on_loop(session, given)
         raise
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from asyncio import _get_running_loop
 from collections.abc import Mapping, Sequence
 from threading import get_ident
 from time import monotonic_ns
@@ -11,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
+from transfer_queue.client.carried import CarriedCells
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
+from transfer_queue.codec.layout import Column, decode_layout
 from transfer_queue.metadata import BatchMeta, KVBatchMeta
 from transfer_queue.trace import switch
 from transfer_queue.trace.lines import READ, USED, WROTE, TraceSpan
-from transfer_queue.trace.rows import Indexes, named, runs_of
+from transfer_queue.trace.rows import named, runs_of
 from transfer_queue.trace.telemetry import OPERATION_TYPES, TAG, Telemetry
 from transfer_queue.wire import messages as m
+from transfer_queue.wire.arrays import numbers_of
 
 ACTIONS: Mapping[type, str] = {
     m.Commit: WROTE, m.Fetch: READ, m.Get: READ, m.SelectGroups: READ, m.Ack: USED, m.AckGroups: USED, m.MarkStep: USED,
@@ -30,7 +32,6 @@ BY_NAME = {  # what a span of OpenTelemetry has to know when it begins
     **dict.fromkeys(("get_meta", "get_data", "take", "stream", "select", "kv_batch_get", "kv_batch_get_by_meta"), READ),
 }
 NOTHING: Mapping[str, Any] = {}
-Rows = tuple[str | list[str], Indexes]  # with their partitions
 
 
 class OperationNote:
@@ -54,7 +55,7 @@ class OperationNote:
         self._life = session.life
         self._given = args[0] if args else kwargs.get("metadata", kwargs.get("meta"))
         self._asked: list[tuple[Any, Any]] = []  # requests, and their replies; None where an error came instead
-        self._unasked: Rows | None = None
+        self._unasked: object = None  # cells that it had already
         self.call: Call | None = None
         self._moved = self._waited = 0
         self.telemetry = switch.telemetry
@@ -76,18 +77,16 @@ class OperationNote:
         if call.wait_s and type(call.request) is not m.Commit:  # that waits for room alone
             self._waited += self._heard - before
 
-    def ended(self, result: object, error: BaseException | None = None) -> None:
-        """The operation has ended, with a result or an error."""
+    def ended(self, error: BaseException | None = None, *, is_async: bool = False) -> None:
+        """The operation has ended, maybe with an error. `is_async`: others ran in its thread meanwhile."""
         self._ended, self._error = monotonic_ns(), None if error is None else type(error)
-        self.thread, self._is_async = get_ident(), _get_running_loop() is not None
+        self.thread, self._is_async = get_ident(), is_async
         call, self.call = self.call, None  # it holds the bytes
         if call is not None:
             self._asked.append((call.request, None))
             self._waited += self._ended - self._heard if call.wait_s else 0
-        if not self._moved and type(result) in (TensorDict, tuple):
-            self._moved = _nbytes(result)
-        if not self._asked and type(self._given) is BatchMeta:
-            self._unasked = self._given._parts, self._given.indexes
+        if not self._asked and error is None and type(self._given) is BatchMeta:
+            self._unasked = self._given._carried
         if self.telemetry is not None:
             self._tell(self.telemetry, error)
         self._given = None
@@ -97,7 +96,7 @@ class OperationNote:
     def posted(self, request: m.Request) -> None:
         """The request was sent past the drivers, and nobody waits for its answer."""
         self._asked.append((request, None))
-        self.ended(None)
+        self.ended()
 
     def _tell(self, telemetry: Telemetry, error: BaseException | None) -> None:
         if error is not None:
@@ -118,13 +117,16 @@ class OperationNote:
             made.task = made.task or _text(request, "task")
             if type(request) is m.Allocate:
                 made.nbytes += request.nbytes
-            elif ACTIONS.get(type(request), "") == made.action:
+            elif type(reply) is m.Located and not self._moved and self._error is None:
+                made.nbytes += _located_nbytes(reply)  # none were in the answer
+            if ACTIONS.get(type(request), "") == made.action:
                 _name_rows(made, found, request, reply)
-        if self._unasked is not None:
-            parts, rows = self._unasked
-            made.action, made.partition = READ, parts if type(parts) is str else ""
-            made.num_rows, made.rows = len(rows), runs_of(rows)
-        elif len(found) == 1 and len(found[0]) == 8:
+        if isinstance(self._unasked, CarriedCells):
+            made.action, made.partition = READ, self._unasked.asked.request.partition
+            made.nbytes = 0 if self._unasked.located is None else _located_nbytes(self._unasked.located)
+            found.append(self._unasked.rows)
+            made.num_rows = len(self._unasked.rows) // 8
+        if len(found) == 1 and len(found[0]) == 8:
             made.rows = [int.from_bytes(found[0], "little"), 1]
         elif found:
             made.rows = runs_of(np.frombuffer(b"".join(found), np.int64))
@@ -136,17 +138,31 @@ def noting(session: Session, name: str) -> OperationNote | None:
     return OperationNote(session, name) if switch.is_on else None
 
 
-def _nbytes(result: object) -> int:
-    """Of the tensors in a result."""
-    if type(result) is TensorDict:
-        return nbytes_of(result)
-    return sum(map(_nbytes, result)) if type(result) is tuple else 0
-
-
 def nbytes_of(found: TensorDictBase) -> int:
     """Of the tensors; objects are not counted. Asks jagged tensors nothing: each question costs them 100 us."""
     columns = [column for column in found.values() if isinstance(column, torch.Tensor)]
     return sum((one if type(one) is torch.Tensor else getattr(one, "_values", one)).nbytes for one in columns)
+
+
+def _located_nbytes(reply: m.Located) -> int:
+    """Of the cells, as they lie in their blocks; rows that differ in length count as their block's average. Of a block
+    whose layout is elsewhere all."""
+    nbytes = 0.0
+    layouts = [decode_layout(data) for data in reply.layouts]
+    for part in reply.parts:
+        runs = numbers_of(part.runs, 3)
+        for piece, rows in zip(reply.pieces, np.bincount(runs[:, 0], runs[:, 2]).tolist(), strict=False):
+            if 0 <= piece.layout < len(layouts):
+                layout = layouts[piece.layout]
+                cells = sum(_nbytes_of(one) for one in map(layout.column, part.fields) if one is not None)
+                nbytes += rows * cells / max(1, layout.rows)
+            elif rows:
+                nbytes += piece.nbytes
+    return round(nbytes)
+
+
+def _nbytes_of(column: Column) -> int:
+    return sum(nbytes for _, nbytes in column.parts) + sum(map(_nbytes_of, column.children))
 
 
 def _action(asked: Sequence[tuple[Any, Any]]) -> str:
