@@ -95,6 +95,15 @@ def test_what_was_consumed_stays_consumed_and_numbers_go_on(client: tq.TransferQ
     assert min(after.global_indexes) > max(before.global_indexes)
 
 
+def test_an_error_names_the_server_that_was_there_last(client: tq.TransferQueueClient) -> None:
+    replaced(client)
+    last = server_of(client)
+    kill(standby_of(client))
+    kill(last)
+    with pytest.raises(ServiceUnavailable, match=rf"the server \(pid {last}\) at"):
+        tq.kv_list("p")
+
+
 def test_it_is_killed_more_often_than_calls_can_be_nested(client: tq.TransferQueueClient) -> None:
     """A standby that began where the server stood when it was forked would reach the limit after 77."""
     tq.kv_put("a", "p", {"x": torch.arange(3)})

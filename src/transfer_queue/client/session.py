@@ -96,7 +96,6 @@ class Session:
         warn_once(f"the service at {address}", str(self.config.get("remark", "")))
         self._spin_s = float(self.config.get("spin_s", 0.0))
         connection.spin(self._spin_s)
-        self.server_pid = welcome.pid
         self._door = welcome.door
         self._give_back(connection)
         if predecessor is None or predecessor._pid != self._pid:
@@ -185,6 +184,8 @@ class Session:
             connection = Connection(self._address_of(to), ident or self.ident, within_s, spin_s, expected)
         except ServiceUnavailable as error:
             raise explained(error, self.address, self.server_pid, to) from error.__cause__
+        if not to:
+            self.server_pid = connection.welcome.pid  # that of its standby, once that has taken over
         self._connections.add(connection)
         return connection
 

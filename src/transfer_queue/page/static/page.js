@@ -122,7 +122,7 @@ function facts(look) {
   if (server.run_id) found.unshift("run " + server.run_id);
   if (server.units) found.push(count(server.units) + " more hosts");
   if (server.engine) found.push(server.engine);
-  if (server.takeovers) found.push(count(server.takeovers) + " takeovers");
+  if (server.takeovers) found.push(count(server.takeovers) + (server.takeovers === 1 ? " takeover" : " takeovers"));
   by("facts").textContent = found.join(" · ");
 }
 
