@@ -52,32 +52,29 @@ class Journal:
         self._at = self._words[END] = HEAD_NBYTES
         self.num_records = 0
 
-    def write(self, event: list[Record]) -> None:
-        """All of an event, which has happened then, or nothing of it. Written together, records cost half as much."""
+    def write(self, event: list[Record]) -> bool:
+        """All of an event, which has happened then, or nothing of it. Written together, records cost half as much.
+        Gives whether a new standby should begin a new journal, at the next occasion."""
         try:
             data = encode(event)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
             # A journal is no reason to fail a request.
             log.exception("not in the journal: %s", [type(record).__name__ for record in event])
             self.leave()
-            return
+            return True
         start = self._at + LENGTH_NBYTES
         end = start + len(data)
         if end > self._size:
             self.leave()
-            return
+            return True
         self.num_records += len(event)
         self._memory[self._at : end] = len(data).to_bytes(LENGTH_NBYTES, "little") + data
         self._words[END] = self._at = end
+        return self.num_records > MAX_RECORDS or end > MAX_NBYTES or self._words[USELESS] != 0
 
     def leave(self) -> None:
         """Something happened that is not in it: nobody may act on it any more."""
         self._words[USELESS] = 1
-
-    @property
-    def is_long(self) -> bool:
-        """Whether a new standby should begin a new one, at the next occasion."""
-        return self.num_records > MAX_RECORDS or self._at > MAX_NBYTES or self.is_useless
 
     @property
     def is_useless(self) -> bool:

@@ -47,10 +47,8 @@ class Recorder:
             heard, journal = self.heard(), self.journal
             if heard is not None:
                 self._event.insert(0, r.SamplerHeard(*heard))  # it answers before it is asked
-            if journal is not None:
-                journal.write(self._event)
-                if journal.is_long:
-                    self.replace()
+            if journal is not None and journal.write(self._event):
+                self.replace()
             self._event.clear()
             self.num_events += 1
         self.settled()
