@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import pickle
 import shutil
@@ -320,6 +321,57 @@ def test_a_stream_that_begins_after_its_service_ended_is_told_once(lives: Lives)
         next(iter(stream))
     client.put(wide_rows(2), partition_id="p")
     assert [data["x"].tolist() for data in stream] == [[0, 1]]
+
+
+def told(client: tq.TransferQueueClient) -> None:
+    with contextlib.suppress(ServiceRestarted):  # unless a loop was told first
+        client.get_partition_list()
+
+
+@pytest.mark.parametrize("way", ["loop", "workers", "state"])
+def test_rows_with_the_numbers_of_used_ones_of_before_are_delivered(lives: Lives, way: str) -> None:
+    client = tq.get_client()
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    stream = dataset(should_check_consumption_status=True)
+    loader = tq.StreamingDataLoader(stream, num_workers=int(way == "workers"))
+    loop = iter(loader)
+    next(loop), next(loop)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert len(state["used_rows"]) == 2, "the first micro-batch"
+    lives.again()
+    with pytest.raises(ServiceError):
+        list(loop)
+    del loop
+    loader.close()
+    if way != "workers":  # a loop in this process may count what it could not acknowledge
+        loader.load_state_dict(state)
+    if way == "state":
+        loader = tq.StreamingDataLoader(dataset(should_check_consumption_status=True))
+        loader.load_state_dict(state)
+    told(client)
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_stream_that_goes_on_with_an_empty_service_waits_for_its_rows(lives: Lives) -> None:
+    client = tq.get_client()
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    stream = tq.stream("p", ["x"], task="t", batch_size=4)
+    loop = iter(stream)
+    next(loop), next(loop)
+    lives.again()
+    with pytest.raises(ServiceError):
+        list(loop)
+    told(client)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: [data["x"].tolist() for data in stream])
+        until(lambda: found.done() or client.overview().waits, "the loop to wait")
+        client.set_partition("p", size=4)
+        client.put(wide_rows(4), partition_id="p")
+        assert found.result(20) == [[0, 1, 2, 3]]
 
 
 # init
