@@ -34,6 +34,7 @@ from transfer_queue.errors import (
     ServiceError,
     ServiceRestarted,
     ServiceUnavailable,
+    StaleAttempt,
     error_from_code,
 )
 from transfer_queue.launch import local
@@ -320,6 +321,89 @@ def test_a_stream_that_begins_after_its_service_ended_is_told_once(lives: Lives)
         next(iter(stream))
     client.put(wide_rows(2), partition_id="p")
     assert [data["x"].tolist() for data in stream] == [[0, 1]]
+
+
+def told(client: tq.TransferQueueClient) -> None:
+    with contextlib.suppress(ServiceRestarted):  # unless a loop was told first
+        client.get_partition_list()
+
+
+@pytest.mark.parametrize("way", ["loop", "workers", "state"])
+def test_rows_with_the_numbers_of_used_ones_of_before_are_delivered(lives: Lives, way: str) -> None:
+    client = tq.get_client()
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    stream = dataset(should_check_consumption_status=True)
+    loader = tq.StreamingDataLoader(stream, num_workers=int(way == "workers"))
+    loop = iter(loader)
+    next(loop), next(loop)
+    state = loader.state_dict()
+    lives.again()
+    with pytest.raises(ServiceError):
+        list(loop)
+    del loop
+    loader.close()
+    if way != "workers":  # a loop in this process may count what it could not acknowledge
+        loader.load_state_dict(state)
+    if way == "state":
+        loader = tq.StreamingDataLoader(dataset(should_check_consumption_status=True))
+        loader.load_state_dict(state)
+    told(client)
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_stream_that_goes_on_with_an_empty_service_waits_for_its_rows(lives: Lives) -> None:
+    client = tq.get_client()
+    client.set_partition("p", size=8)
+    client.put(wide_rows(8), partition_id="p")
+    stream = tq.stream("p", ["x"], task="t", batch_size=4)
+    loop = iter(stream)
+    next(loop), next(loop)
+    lives.again()
+    with pytest.raises(ServiceError):
+        list(loop)
+    told(client)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: [data["x"].tolist() for data in stream])
+        until(lambda: found.done() or client.overview().waits, "the loop to wait")
+        client.set_partition("p", size=4)
+        client.put(wide_rows(4), partition_id="p")
+        assert found.result(20) == [[0, 1, 2, 3]]
+
+
+# groups
+
+
+def test_an_attempt_of_a_service_that_ended_takes_nobodys_place(lives: Lives) -> None:
+    client = tq.get_client()
+
+    def claimed() -> tuple[tq.GroupPool, list[tq.SlotAttempt]]:
+        pool = tq.group_pool("p", tq.GroupPolicy.windowed(1))
+        pool.open("g", 2)
+        return pool, pool.claim(max_slots=1)
+
+    _, [first] = claimed()
+    lives.again()
+    told(client)
+    pool, [second] = claimed()
+    late = [first, first._replace(slot=1)]  # the second's slot nobody has begun
+    pool.fail(late)
+    found = pool.finish_batch([one.result() for one in [second, *late]], {"x": torch.tensor([1, 2, 3])})
+    assert [(one.attempt, type(one.error)) for one in found.refused] == [(one, StaleAttempt) for one in late]
+    assert client.get_data(found.metadata)["x"].flatten().tolist() == [1]
+
+
+def test_a_ticket_of_a_service_that_ended_opens_no_group(lives: Lives) -> None:
+    policy = tq.GroupPolicy.in_order(1, 4)
+    [ticket] = tq.group_pool("p", policy).tickets(1)
+    lives.again()
+    told(tq.get_client())
+    pool = tq.group_pool("p", policy)
+    pool.tickets(1)
+    with pytest.raises(InvalidInput, match="nobody was given it"):
+        pool.open("g", 1, ticket=ticket)
 
 
 # init

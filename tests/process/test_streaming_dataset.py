@@ -404,7 +404,15 @@ def test_an_error_of_a_fetch_reaches_the_consumer(client: Client) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"partition_id": None}, {"batch_index": "x"}, {"used_rows": 5}, {"used_rows": [0.5]}, {"returned_rows": 5}],
+    [
+        {"partition_id": None},
+        {"batch_index": "x"},
+        {"used_rows": 5},
+        {"used_rows": [0.5]},
+        {"returned_rows": 5},
+        {"service": "x"},
+        {"service": 5},
+    ],
 )
 def test_a_state_that_is_none_is_refused_and_the_stream_goes_on(client: Client, change: dict[str, Any]) -> None:
     put(client, 4)

@@ -97,7 +97,7 @@ class Controller:
         self._lots = (self._fetching.parked, self._quota_waiters, admits, *others)  # requests that wait, but for loads
         self._timed = (*self._terms, self._redelivery, self.locks, *self._lots)
         self.groups.clear = self.series.clear = self._clear
-        self.groups.number_leases(lock_number)
+        self.groups.number_above(lock_number)
         self.series.open = lambda name: self._open(name, 0)
         self._lasting = self._rules | self.groups.rules | self.series.rules
         if ledger is not None:

@@ -49,7 +49,7 @@ from transfer_queue.controller.unreceived import GroupGrant, Unreceived
 from transfer_queue.controller.wait_lines import WaitLines
 from transfer_queue.controller.weight_versions import WeightVersions
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, LeaseExpired, TransferQueueError
-from transfer_queue.groups import PoolCore, PoolState, UsedNumbers
+from transfer_queue.groups import PoolCore, UsedNumbers
 from transfer_queue.groups.again import resume
 from transfer_queue.groups.shortfall import needed
 from transfer_queue.wait_queue import Waiter, WaitQueue
@@ -84,7 +84,7 @@ class GroupPools:
         self._terms: dict[int, AttemptTerm] = {}
         self._term_ends = Deadlines(self._terms)
         self.deadlines = (self._lease_ends, self._term_ends)
-        self._numbers = itertools.count(1)
+        self.number_above(0)
         self._holdings: dict[bytes, SessionHoldings] = {}
         self.uses = SourceUses(now)
         self._now = now
@@ -101,6 +101,8 @@ class GroupPools:
         """The answer, or None after parking."""
         if isinstance(message, OUTCOMES):
             raise InvalidInput(f"{type(message).__name__} is what the service makes of other requests")
+        if isinstance(message, m.OpenPool):
+            message.first_number = self.first_number
         if type(message) in self.rules:
             return self._lasting(message, session)
         match message:
@@ -130,9 +132,10 @@ class GroupPools:
             finished_rows(self._recent, self._now(), session, message, self.pools[message.partition])
         return reply
 
-    def number_leases(self, above: int) -> None:
-        """Leases have numbers above this one, so that those of another life of the service are none of these."""
+    def number_above(self, above: int) -> None:
+        """Leases, and attempts and tickets of pools made or loaded from now on, have no number of an earlier life."""
         self._numbers = itertools.count(above + 1)
+        self.first_number = above // 1000  # milliseconds: 0 while a journal is read, whose pools have theirs
 
     # what lasts
 
@@ -145,6 +148,7 @@ class GroupPools:
             if known is not None:
                 check_unused(partition, known, f"has another policy ({known.policy}), and is in use")
                 self._retire(partition, known)
+            self.used.retire(message.first_number, message.first_number)
             self.pools[partition] = PoolCore(self.used.begin(message.policy, version))
             self._changed(partition)
         return m.Done(message.rid)
@@ -556,8 +560,7 @@ class GroupPools:
 
     def leases(self, holder: bytes | None = None) -> list[m.LeaseOverview]:
         """All leases of groups, or those of one session, as they are shown; `left_s` is when they end."""
-        mine = [one for one in self._leases.values() if holder in (None, one.session)]
-        return [leased(one, self.pools[one.partition]) for one in mine]
+        return [leased(it, self.pools[it.partition]) for it in self._leases.values() if holder in (None, it.session)]
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """How many groups every pool has, by state."""
@@ -565,14 +568,11 @@ class GroupPools:
 
     # saving
 
-    def saved(self) -> dict[str, PoolState]:
-        """What lasts of every pool."""
-        return {partition: pool.state for partition, pool in self.pools.items()}
-
     def restore(self, pools: dict[str, PoolCore], used: UsedNumbers) -> None:
         """Go on with saved pools; `forget_holders` is to follow."""
         for one in self.pools.values():  # somebody may still have an attempt or a ticket of it
             self.used.retire(one.state.next_ticket, one.state.next_attempt)
+        self.used.retire(self.first_number, self.first_number)
         self._leases.clear()
         self._lease_ends.clear()
         self._terms.clear()

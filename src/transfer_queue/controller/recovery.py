@@ -39,6 +39,7 @@ class Recovery:
         self._reserved, controller.reserved_rows = controller.reserved_rows, reserved_rows
         self._max_rows, controller.max_rows = controller.max_rows, None  # it was kept when the rows were put
         controller.state.max_rows = None
+        controller.state.groups.first_number = 0
         controller.restoring.replace(state, {block: block for block in blocks})
         self._rules: dict[type, Rule] = {
             f.Applied: self._applied, f.RowsTaken: self._taken, f.Granted: self._granted,
@@ -66,7 +67,7 @@ class Recovery:
         state.fetching.leases.number_above(state.fetching.steps.last_lease)
         state.fetching.redelivery.resume(NO_TIME)
         state.groups.forget_holders()
-        state.groups.number_leases(state.lock_numbers.last)
+        state.groups.number_above(state.lock_numbers.last)
         lives = list(state.lineage.ends)
         if lives:
             state.lineage.ends[lives[-1]] = state.next_index

@@ -60,7 +60,7 @@ def exported(state: ControllerState, strict: bool = True) -> tuple[bytes, list[i
         state.staleness.admissions.tasks,
         state.lineage.saved(state.next_index),
         state.fetching.steps.saved(),
-        state.groups.saved(),
+        {partition: pool.state for partition, pool in state.groups.pools.items()},
         state.series.members,
         state.groups.used,
         state.fetching.steps.next_number,

@@ -199,6 +199,7 @@ class _Deliveries(Iterator[Any]):
         self._ended = self._told = False
         self._batches: Any = None
         self._renewer: threading.Thread | None = None
+        dataset.leave_ended_life(self._client)
         place = dataset.state_dict()
         self._following: int = place["batch_index"]
         self._holder = LeaseOwner(self._client)  # what can fail comes before there are workers; forks leave it alone
@@ -262,11 +263,10 @@ class _Deliveries(Iterator[Any]):
         except TransferQueueError:
             self._in_hand, self._is_asked = None, False
             raise
+        self._dataset.begin(receipt.batch_index)
+        self._dataset.note_used(receipt, returned)
         if receipt.is_last:
             self._dataset.begin(receipt.batch_index + 1)
-        else:
-            self._dataset.begin(receipt.batch_index)
-            self._dataset.note_used(receipt, returned)
         self._in_hand, self._is_asked = None, False
 
     def close(self) -> None:

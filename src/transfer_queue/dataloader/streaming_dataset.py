@@ -25,7 +25,7 @@ from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.ranks import rank_of
 from transfer_queue.dataloader.work import Work
 from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
-from transfer_queue.errors import InvalidInput, LeaseExpired, ServiceError
+from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, ServiceError, UnknownRows
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
@@ -74,6 +74,7 @@ class StreamPlace(NamedTuple):
     batch_index: int
     used_rows: list[int]
     returned_rows: list[int]
+    service: bytes  # the life that the rows are of, b"" where it is not known
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StreamPlace:
@@ -85,11 +86,15 @@ class StreamPlace(NamedTuple):
         given_back = state.get("returned_rows", ())
         if not isinstance(partition, str) or not all(isinstance(rows, Iterable) for rows in (used, given_back)):
             raise InvalidInput(f"a state has a name of a partition and lists of rows, got {state!r:.200}")
-        rows = [[whole_number(row, "a row of a state") for row in part] for part in (used, given_back)]
+        used, given_back = ([whole_number(row, "a row of a state") for row in part] for part in (used, given_back))
         number = whole_number(index, "batch_index of a state")
         if not 0 <= number < 1 << 63:
             raise InvalidInput(f"batch_index of a state is the number of a batch, got {number}")
-        return cls(str(partition), number, *rows)
+        try:
+            service = bytes.fromhex(state.get("service", ""))
+        except (TypeError, ValueError):
+            raise InvalidInput(f"service of a state is what state_dict says, got {state['service']!r:.200}") from None
+        return cls(str(partition), number, used, given_back, service)
 
 
 class StreamingDataset(IterableDataset[Any]):
@@ -175,6 +180,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._stride = 1
         self._used: list[int] = []  # rows of the batch being worked on, or started next, that the consumer is done with
         self._returned: set[int] = set()  # of these, those that it gave back; and maybe some of the batch before
+        self._life = b""  # of the service whose rows were used last: another one gives other rows the same numbers
         self.links: Links | None = None  # set by a loader while it starts workers
         self._work: Work | None = None
 
@@ -209,12 +215,34 @@ class StreamingDataset(IterableDataset[Any]):
         work = self._begin_work()
         if worker is not None and self.links is not None:
             return self._worker_batches(work.client, worker.id, self.links)
+        try:
+            self.leave_ended_life(work.client)
+        except ServiceError:
+            work.holder = None  # it ended with the life, or is made anew
+            raise
         if worker is not None and self._stride == 1:  # a plain DataLoader: workers share the batches between them
             self._stride = worker.num_workers
             self._first = self.batch_index = self.batch_index + worker.id
         running = self._stream(work)
         work.running = weakref.ref(running)
         return running
+
+    def leave_ended_life(self, client: TransferQueueClient) -> None:
+        """Before a loop goes on: where the service has begun anew, without the rows that the stream was at, none of
+        those that are there now was used. Raises `ServiceError`."""
+        if not self._life:
+            return
+        session = client.session
+        rows = b"".join(row.to_bytes(8, "little") for row in self._used)
+        try:
+            session.call(Call(m.NameRows(session.next_rid(), self.partition_id, rows, self._life)))
+        except DataLost:
+            self._forget_used()
+            self._life = b""
+            if not self.replays:  # else batches are in `buffer`, under their numbers
+                self.buffer, self.batch_index, self._first = [], 0, 0
+        except UnknownRows:  # the partition was cleared, or is still to come
+            pass
 
     def _worker_batches(self, client: TransferQueueClient, worker: int, links: Links) -> Iterator[Any]:
         """(number, (micro-batch, receipt) of each) of the batches of one worker; the loader's iterator acknowledges."""
@@ -353,6 +381,7 @@ class StreamingDataset(IterableDataset[Any]):
             acks.begin(ack)  # no interrupt comes between this and the next two
             work.in_hand = None
             self._used += rows
+            self._life = receipt.service_id
             self._end_lease_in_buffer(receipt)
             acks.send()
             if time.monotonic() - work.handed_at > (self.lease_s or LEASE_S) / 3:
@@ -389,6 +418,7 @@ class StreamingDataset(IterableDataset[Any]):
         """Follow what was acknowledged, here or by the loader's iterator, and what of it had been given back."""
         rows = rows_in(receipt.rows)
         self._used += rows
+        self._life = receipt.service_id
         self._returned.difference_update(rows)
         self._returned.update(rows_in(returned))
 
@@ -414,6 +444,7 @@ class StreamingDataset(IterableDataset[Any]):
             self.partition_id = partition_id
             self.buffer = []
             self.batch_index = self._first = 0
+            self._life = b""
             self._forget_used()
         for _, meta in current:
             give_back(self.client(), meta)
@@ -469,13 +500,15 @@ class StreamingDataset(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain data: the batch being worked on, and which of its rows were acknowledged; where
-        the consumer gave some back, also which."""
+        the consumer gave some back, also which; and the service that they are of, by its name in hexadecimal."""
         work = self._own_work()
         if work is not None:
             work.confirm_pending()
         used, returned = ([row for row in self._used if (row in self._returned) is back] for back in (False, True))
         place = {"partition_id": self.partition_id, "batch_index": self.batch_index, "used_rows": used}
-        return {**place, "returned_rows": returned} if returned else place
+        if returned:
+            place["returned_rows"] = returned
+        return {**place, "service": self._life.hex()} if self._life else place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the first micro-batch that was not acknowledged when `state` was made. Raises `InvalidInput`, and
@@ -485,3 +518,4 @@ class StreamingDataset(IterableDataset[Any]):
         self.batch_index = self._first = place.batch_index
         self._used = [*place.used_rows, *place.returned_rows]
         self._returned.update(place.returned_rows)
+        self._life = place.service

@@ -321,6 +321,7 @@ async def _give_back(client: TransferQueueClient, batches: Sequence[Batch | End]
 def _attached(dataset: StreamingDataset) -> tuple[TransferQueueClient, LeaseOwner]:
     client = client_for(dataset.config, dataset)
     client.session.hold()
+    dataset.leave_ended_life(client)
     return client, LeaseOwner(client)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from transfer_queue.errors import GroupEnded, InvalidInput
+from transfer_queue.errors import GroupEnded, InvalidInput, StaleAttempt
 from transfer_queue.groups.choice import due_groups, eligible, is_eligible, is_stale, may_serve, withheld
 from transfer_queue.groups.counters import SourceCounters
 from transfer_queue.groups.group import MAX_SIZE, Result, SiblingGroup, Slot
@@ -228,6 +228,8 @@ class PoolCore:
         """Whether a result would be news; None is one with rows that are new. Raises as `SiblingGroup.check`, and
         `InvalidInput` for rows that another slot has."""
         group = self.group(name)
+        if group.slot(slot).attempts <= attempt < self.state.first_attempt:
+            raise StaleAttempt(f"attempt {attempt} at slot {slot} of group {name!r} is of an earlier pool or service")
         if result is not None and group.slot(slot).result is None:
             if len(set(result.rows)) != len(result.rows):
                 raise InvalidInput(f"rows of slot {slot} of group {name!r} repeat")

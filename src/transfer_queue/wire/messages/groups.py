@@ -23,11 +23,12 @@ class Attempt(msgspec.Struct, array_like=True):
 
 class OpenPool(Request):
     """There is a pool for `partition` from now on; repeating it changes nothing. `version`: the trainer's (None: the
-    one announced last, else 0)."""
+    one announced last, else 0). `first_number`: of its tickets and attempts; the service says it."""
 
     partition: str
     policy: GroupPolicy
     version: int | None
+    first_number: int = 0
 
 
 class TakeTickets(Request):

@@ -114,10 +114,12 @@ class Find(Request):
 
 
 class NameRows(Request):
-    """Keys of `rows` (None where a row has none)."""
+    """Keys of `rows` (None where a row has none, or is not there). Refused as `DataLost` where rows of the life
+    `service` are not here."""
 
     partition: str
     rows: bytes
+    service: bytes = b""
 
 
 class Names(Reply):
