@@ -137,10 +137,13 @@ class Group:
             _in_torch(Deadline(ENDING_S), _discard, held)
 
 
-def _in_torch(deadline: Deadline, function: Callable[..., T], *args: Any) -> TimedCall[T]:
+def _in_torch(
+    deadline: Deadline, function: Callable[..., T], *args: Any, known: list[TimedCall[T]] | None = None
+) -> TimedCall[T]:
     """A call that waits within torch, until the deadline at most. A thread that comes back from there while the
-    interpreter ends is ended within C++, and the process with it (`terminate called`, exit 134)."""
-    call = TimedCall(function, *args)
+    interpreter ends is ended within C++, and the process with it (`terminate called`, exit 134). `known`: see
+    `BackgroundCall`."""
+    call = TimedCall(function, *args, known=known)
     with suppress(DeadlineExceeded):
         call.outlast(deadline.left() + ENDING_S, LEAVE_S)
     return call
@@ -239,12 +242,14 @@ class CollectiveTrainer(TrainerEngine):
         self._draft = lambda: iter(buckets)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
-        sending = _in_torch(deadline, self._send_all, self._draft, manifest, deadline)
+        begun: list[TimedCall[None]] = []
         try:
+            sending = _in_torch(deadline, self._send_all, self._draft, manifest, deadline, known=begun)
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
-        except BaseException:  # after an interrupt the group is out of step
-            sending.ended(ENDING_S)
+        except BaseException:  # after an interrupt, also one that struck as it began, the group is out of step
+            for sending in begun:
+                sending.ended(ENDING_S)
             self._give_up()  # some receiver may have left it
             raise
         finally:
@@ -262,8 +267,8 @@ class CollectiveTrainer(TrainerEngine):
             group.broadcast(body.to(group.device), deadline)
             for bucket in drafted():
                 group.broadcast(bucket.to(group.device), deadline)
-        except BaseException:  # after an interrupt the group is out of step
-            self._give_up()
+        except BaseException:  # it is out of step; the trainer may have another one by now
+            group.close()
             raise
 
     def _give_up(self) -> None:
