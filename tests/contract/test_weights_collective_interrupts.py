@@ -1,13 +1,15 @@
-"""Broadcasts that an interrupt strikes."""
+"""Broadcasts that an interrupt strikes, and meetings that are begun anew while one waits."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from fleets import Server, Source, expected
 
+from transfer_queue.errors import WrongEpoch
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import TimedCall
 from transfer_queue.weights.transport.trainer import TrainerEngine
@@ -66,3 +68,22 @@ def test_an_update_after_an_interrupt_that_struck_as_the_broadcast_began_is_good
     source.seed = 2
     trainer.send_weights(deadline_s=20)
     assert server.root() == expected(2)
+
+
+def test_a_server_that_waits_for_others_in_a_meeting_goes_to_that_of_the_next_trainer(
+    server: Server, meet: Meet
+) -> None:
+    told, waits = threading.Event(), server.engine._connect
+
+    def tell(info: Any) -> None:
+        told.set()
+        waits(info)
+
+    server.engine._connect = tell
+    first = TimedCall(lambda: meet(world_size=3, timeout_s=3))
+    assert told.wait(10)
+    meet(timeout_s=20).send_weights(deadline_s=20)
+    assert server.root() == expected(0)
+    assert first.ended(10)
+    with pytest.raises(WrongEpoch):
+        first.outcome()

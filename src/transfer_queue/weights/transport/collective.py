@@ -45,6 +45,7 @@ from transfer_queue.wire.address import Address, advertised, host_towards
 T = TypeVar("T")
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
+WAKE_S = 0.1  # torch's rendezvous cannot be woken up: its thread is left behind
 LEAVE_S = 5.0  # of a program that ends, for what torch is about to give up
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _making = threading.Lock()  # a group that has no watchdog
@@ -305,7 +306,14 @@ class CollectiveEngine(Engine):
                 raise _typed(error) from error
             return Group(info, device, info.rank_offset + self.rank, store, deadline)
 
-        self._group = _in_torch(deadline, join).result(deadline, "the rendezvous")
+        joining = _in_torch(deadline, join)
+        try:
+            while not joining.ended(min(WAKE_S, deadline.left("the rendezvous"))):
+                self._expect_met_last(info.run_id)
+        except BaseException:  # a group that comes after that is nobody's
+            joining.leave(Group.close)
+            raise
+        self._group = joining.outcome()
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         group = self._in_group()
