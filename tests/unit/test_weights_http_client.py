@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from weights_inline import INIT_INFO, TOKEN, TinyServer, address, faults, infos, numbered
 
 from transfer_queue.errors import (
+    Aborted,
     AccessDenied,
     CommitFailed,
     ConfigError,
@@ -29,6 +31,8 @@ from transfer_queue.errors import (
     UpdateInProgress,
 )
 from transfer_queue.weights.http import HttpServer, WeightSyncClient, serve
+from transfer_queue.weights.http.peer import HttpPeer
+from transfer_queue.weights.transport.deadline import TimedCall
 
 
 @pytest.fixture
@@ -237,3 +241,44 @@ def test_tokens_that_cannot_be(token: str) -> None:
     for use in (lambda: WeightSyncClient("http://a", token), lambda: serve(TinyServer().control, token=token)):
         with pytest.raises(ConfigError, match="printable"):
             use()
+
+
+class LateUpdate:
+    """A client of two servers that was called off an update: that call goes on in a thread of its own, and fails at
+    both servers once `end` is called."""
+
+    def __init__(self, fault: TransferQueueError, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._fault, self._going, self._asked = fault, threading.Event(), threading.Semaphore(0)
+        monkeypatch.setattr(HttpPeer, "call", lambda _peer, *given: self._answer(*given))
+        self.client = WeightSyncClient(["http://a", "http://b"])
+        self.client.allow(60)
+        self._call = TimedCall(self.client.update_weights, {})
+        assert all(self._asked.acquire(timeout=10) for _ in range(2))
+
+    def _answer(self, _method: str, path: str, *_rest: Any) -> dict[str, Any]:
+        if path == "/update_weights":
+            self._asked.release()
+            assert self._going.wait(10)
+            raise self._fault
+        if path == "/init_weight_transfer_engine":
+            self.end()
+        return {}
+
+    def end(self) -> None:
+        self._going.set()
+        assert self._call.ended(10)
+
+
+def test_what_a_call_of_an_update_before_ends_with_is_no_fault_of_the_call_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = LateUpdate(Aborted("the trainer gave it up"), monkeypatch)
+    late.client.init_weight_transfer_engine({})
+    assert late.client.failures == {}
+
+
+def test_a_call_of_an_update_before_that_is_lost_leaves_nobody_out_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = LateUpdate(ServiceUnavailable("the connection broke"), monkeypatch)
+    late.client.allow(60)
+    late.end()
+    assert late.client.missed() == {}

@@ -42,6 +42,22 @@ INIT_SHARE, MEMBER_SHARE, LEAST_S = 0.5, 0.5, 1.0  # as `START_SHARE`; of that m
 T = TypeVar("T")
 
 
+class _Update:
+    """One update of a trainer, for its calls: those of one before, which may end late, note nothing here. `until`: its
+    end, None outside of an update. `out`: who is left out of it, and why. `unmet`: who has to be introduced first."""
+
+    def __init__(
+        self, until: float | None, out: dict[str, TransferQueueError] | None = None, unmet: list[str] | None = None
+    ) -> None:
+        self.until = until
+        self.out = out or {}
+        self.unmet = unmet or []
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self.until is None else max(self.until - time.monotonic(), LEAST_S)
+
+
 class WeightSyncClient(Partial):
     """Calls one server, or all of several at the same time. Every call ends within `timeout_s`.
 
@@ -62,9 +78,7 @@ class WeightSyncClient(Partial):
         self._peers = [HttpPeer.of(url, token) for url in found]
         self._timeout_s = timeout_s
         self._run_id = ""  # of the trainer that was introduced last: servers of ours are told whose calls these are
-        self._until: float | None = None  # the end of the trainer's update
-        self._out: dict[str, TransferQueueError] = {}
-        self._unmet: list[str] = []
+        self._update = _Update(None)  # the trainer's
 
     # updates
 
@@ -73,7 +87,7 @@ class WeightSyncClient(Partial):
         self._run_id = run_of(init_info)
 
     def start_weight_update(self) -> None:
-        self._unmet = []
+        self._update.unmet.clear()
         self._step("/start_weight_update", None, START_SHARE, START_S, aborts=True)
 
     def update_weights(self, update_info: UpdateInfo) -> None:
@@ -98,26 +112,29 @@ class WeightSyncClient(Partial):
 
     def allow(self, timeout_s: float | None) -> None:
         """See `Partial`. Within it a call waits for a part of the time that is left: the others need the rest."""
-        self._until = None if timeout_s is None else time.monotonic() + timeout_s
-        if timeout_s is not None:
-            self._out, self._unmet = {}, []
+        if timeout_s is None:
+            self._update = _Update(None, dict(self._update.out), list(self._update.unmet))
+        else:
+            self._update = _Update(time.monotonic() + timeout_s)
 
     def missed(self) -> dict[str, str]:
-        return {url: str(error) for url, error in self._out.items()}
+        return {url: str(error) for url, error in self._update.out.items()}
 
     def unmet(self) -> list[str]:
-        return [url for url in self._unmet if url not in self._out]
+        return [url for url in self._update.unmet if url not in self._update.out]
 
     def member(self, name: str) -> WeightSyncClient:
         token = next(peer.token for peer in self._peers if peer.url == name)
-        left_s = math.inf if self._until is None else MEMBER_SHARE * max(self._until - time.monotonic(), LEAST_S)
-        found = WeightSyncClient(name, token, min(self._timeout_s, left_s))
+        left_s = self._update.left_s
+        found = WeightSyncClient(
+            name, token, min(self._timeout_s, math.inf if left_s is None else MEMBER_SHARE * left_s)
+        )
         found._run_id = self._run_id
         return found
 
     def leave_out(self, name: str, error: TransferQueueError) -> None:
-        self._out[name] = kept(error)
-        if len(self._out) == len(self._peers):
+        self._update.out[name] = kept(error)
+        if len(self._update.out) == len(self._peers):
             raise error
 
     def _step(
@@ -125,23 +142,25 @@ class WeightSyncClient(Partial):
     ) -> None:
         """A call of an update. Within `allow`, servers that do not answer in their share of the time are left out, and
         those that only have to be introduced to the trainer are noted, as long as others take part."""
-        share_s = None
-        if self._until is not None:
-            share_s = min(share * max(self._until - time.monotonic(), LEAST_S), most_s)
+        update, share_s = self._update, None
+        failures: dict[str, TransferQueueError] = {}
+        left_s = update.left_s
+        if left_s is not None:
+            share_s = min(share * left_s, most_s)
+        peers = [peer for peer in self._peers if share_s is None or peer.url not in update.out]
         try:
-            self._post(path, body, share_s)
+            self._post(path, body, share_s, peers, failures)
         except TransferQueueError:
-            failures = self.failures
-            if self._until is not None and self._may_go_on(path, failures):
+            if left_s is not None and self._may_go_on(path, failures, update):
                 return
-            for peer in self._taking_part() if aborts else ():
+            for peer in self._peers if aborts else ():
                 # A server that refused has no update of ours: one that is open there is somebody else's.
-                if not isinstance(failures.get(peer.url), _REFUSED):
+                if peer.url not in update.out and not isinstance(failures.get(peer.url), _REFUSED):
                     with suppress(TransferQueueError):
                         self._abort(peer)
             raise
 
-    def _may_go_on(self, path: str, failures: Mapping[str, TransferQueueError]) -> bool:
+    def _may_go_on(self, path: str, failures: Mapping[str, TransferQueueError], update: _Update) -> bool:
         lost: tuple[type[TransferQueueError], ...] = (ServiceUnavailable, DeadlineExceeded)
         if path in ("/update_weights", "/finish_weight_update"):
             lost += (NotOpen, NotInitialized)  # it was started anew since, or somebody ended the update there
@@ -149,12 +168,12 @@ class WeightSyncClient(Partial):
             lost += (UpdateInProgress,)  # it did not do it: somebody else's call came between
         for url, error in failures.items():
             if isinstance(error, lost):
-                self._out[url] = error
+                update.out[url] = error
             elif isinstance(error, (NotInitialized, UpdateInProgress)):
-                self._unmet.append(url)
+                update.unmet.append(url)
             else:
                 return False
-        return len(self._out) < len(self._peers)
+        return len(update.out) < len(self._peers)
 
     # versions and checks
 
@@ -205,8 +224,9 @@ class WeightSyncClient(Partial):
     def silent_workers(self) -> int:
         """How many workers answer 200 whatever happens, and report elsewhere: vLLM's, with our plug-in. Within `allow`
         servers that do not answer are left out, where the others have no such workers."""
-        left_s = math.inf if self._until is None else max(self._until - time.monotonic(), LEAST_S)
-        limit_s = min(self._timeout_s, INIT_SHARE * left_s)
+        update = self._update
+        failures: dict[str, TransferQueueError] = {}
+        limit_s = min(self._timeout_s, math.inf if update.left_s is None else INIT_SHARE * update.left_s)
 
         def count(peer: HttpPeer) -> int:
             try:
@@ -224,12 +244,12 @@ class WeightSyncClient(Partial):
             found[peer.url] = count(peer)
 
         try:
-            self._all(note)
+            self._all(note, failures=failures)
         except TransferQueueError:
-            is_lost = all(isinstance(one, (ServiceUnavailable, DeadlineExceeded)) for one in self.failures.values())
-            if self._until is None or not is_lost or not found or any(found.values()):
+            is_lost = all(isinstance(one, (ServiceUnavailable, DeadlineExceeded)) for one in failures.values())
+            if update.until is None or not is_lost or not found or any(found.values()):
                 raise
-            self._out |= self.failures
+            update.out |= failures
         return sum(found.values())
 
     def status(self) -> ServerStatus:
@@ -285,15 +305,18 @@ class WeightSyncClient(Partial):
             timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
             peer.call("POST", "/tqw/abort_weight_update", None, timeout_s, run_header(self._run_id))
 
-    def _taking_part(self) -> list[HttpPeer]:
-        return [peer for peer in self._peers if peer.url not in self._out]
-
-    def _post(self, path: str, body: Answer | None = None, timeout_s: float | None = None) -> None:
-        """To those that take part in the update; each has `timeout_s`."""
+    def _post(
+        self,
+        path: str,
+        body: Answer | None = None,
+        timeout_s: float | None = None,
+        peers: list[HttpPeer] | None = None,
+        failures: dict[str, TransferQueueError] | None = None,
+    ) -> None:
+        """Each has `timeout_s`. `peers`, `failures`: see `_all`."""
         limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         headers = run_header(self._run_id)
-        peers = self._peers if timeout_s is None else self._taking_part()
-        self._all(lambda peer: peer.call("POST", path, body, limit_s, headers), peers)
+        self._all(lambda peer: peer.call("POST", path, body, limit_s, headers), peers, failures)
 
     def _get(self, path: str, take: Callable[[Answer], T]) -> dict[str, T]:
         return self._ask("GET", path, None, take)
@@ -308,16 +331,24 @@ class WeightSyncClient(Partial):
 
         return self._all(ask)
 
-    def _all(self, ask: Callable[[HttpPeer], T], peers: list[HttpPeer] | None = None) -> dict[str, T]:
+    def _all(
+        self,
+        ask: Callable[[HttpPeer], T],
+        peers: list[HttpPeer] | None = None,
+        failures: dict[str, TransferQueueError] | None = None,
+    ) -> dict[str, T]:
+        """At the same time (`peers`: only these). `failures` are of this call alone: one that nobody waits for any
+        more may end beside it."""
         asked = self._peers if peers is None else peers
+        failed = {} if failures is None else failures
         found: dict[str, T] = {}
-        self.failures = {}
+        self.failures = failed
         if len(asked) == 1:
             (peer,) = asked
             try:
                 return {peer.url: ask(peer)}
             except TransferQueueError as error:
-                self.failures[peer.url] = kept(error)
+                failed[peer.url] = kept(error)
                 raise
         with ThreadPoolExecutor(max(len(asked), 1), thread_name_prefix="tq-weights-client") as threads:
             calls = {peer.url: threads.submit(ask, peer) for peer in asked}
@@ -325,8 +356,8 @@ class WeightSyncClient(Partial):
                 try:
                     found[url] = call.result()
                 except TransferQueueError as error:
-                    self.failures[url] = kept(error)
-        if self.failures:
-            said = "; ".join(f"{url}: {error}" for url, error in self.failures.items())
-            raise type(foremost(self.failures.values()))(f"{len(self.failures)} of {len(asked)} servers: {said}")
+                    failed[url] = kept(error)
+        if failed:
+            said = "; ".join(f"{url}: {error}" for url, error in failed.items())
+            raise type(foremost(failed.values()))(f"{len(failed)} of {len(asked)} servers: {said}")
         return found

@@ -142,6 +142,7 @@ class Receiver:
         self._num_sessions = 0
         self._run = ""  # that was introduced last
         self._begun = 0.0  # by its trainer's clock
+        self.num_introduced = 0  # how often a run was
         self._followed: dict[str, str] = {}  # runs that another was introduced after, and which
         self._contents: Contents = {}
         self._mixed: set[str] = set()  # names that a failed commit left in an unknown state
@@ -164,7 +165,6 @@ class Receiver:
     @property
     def session(self) -> UpdateSession | None:
         """The open update."""
-        late: list[Callable[[], object]] = []
         with self._lock:
             late = self._expire()
             found = self._open_session()
@@ -181,13 +181,12 @@ class Receiver:
         """The run that was introduced last."""
         return self._run
 
-    def introduce(self, run_id: str, timeout_s: float = 0.0, begun: float = 0.0) -> None:
+    def introduce(self, run_id: str, timeout_s: float = 0.0, begun: float = 0.0) -> int:
         """From now on updates are this run's ("": of a trainer without a name, the run stays). An open update ends.
 
         A commit is waited for, `timeout_s` at most (`UpdateInProgress`). `WrongEpoch` for a run that another one was
-        introduced after: its trainer is not to come back. Nor is one that `begun` (seconds since 1970, 0: not known)
-        before the one that is here: its call was late. Times further apart than `ORDERED_S` order nothing: clocks are
-        wrong rather than calls that late. Repeatable.
+        introduced after, or that `begun` (seconds since 1970, 0: not known) before the one that is here: its call was
+        late. Times further apart than `ORDERED_S` order nothing: clocks are wrong. Repeatable. Returns its number.
         """
         with self._changed:
             self._expect_in_order(run_id, begun)
@@ -199,9 +198,11 @@ class Receiver:
             if taken:
                 self._followed[before] = run_id
             self._run, self._begun = run_id or before, begun or self._begun
+            self.num_introduced = number = self.num_introduced + 1
             why = f"run {run_id!r} took over" if taken else "the trainer was introduced again"
             woken = self._close(UpdateEnd.TAKEN_OVER if taken else UpdateEnd.ABORTED, why)
         _call(woken)
+        return number
 
     def would_refuse(self, run_id: str, begun: float = 0.0) -> bool:
         """Whether `introduce` would, as that run is over."""

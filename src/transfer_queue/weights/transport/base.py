@@ -76,6 +76,7 @@ class Engine(ABC):
         self._reports: TrainerLink | None = None
         self._busy = threading.Lock()
         self._is_introduced = False  # to a trainer
+        self._introduction = 0  # the last one that was carried out (`Receiver.introduce`)
         self._is_called_off = False  # by the trainer, since the last start
         self._is_displaced = False  # what it was to commit since then, by another version that was joined
         self._whole: Manifest | None = None  # what is installed, as a full version
@@ -94,7 +95,9 @@ class Engine(ABC):
         info: Any = None
         with self._fault():
             info = parse(init_info, self.init_form)
-        if info is None or self._is_refused(lambda: self.receiver.introduce(info.run_id, info.timeout_s, info.begun)):
+        numbers: list[int] = []
+        introduce = self.receiver.introduce
+        if info is None or self._is_refused(lambda: numbers.append(introduce(info.run_id, info.timeout_s, info.begun))):
             return
         if not self._busy.acquire(timeout=info.timeout_s):
             raise UpdateInProgress("an earlier call has not ended")
@@ -106,6 +109,7 @@ class Engine(ABC):
                 self._blank = replace(self._blank, replica=info.replica)
                 self.outcome = self._blank
                 self._is_introduced = False
+                self._introduction = numbers[0]
                 self._report_to(info)
                 self._connect(info)
                 self._is_introduced = True
@@ -321,6 +325,12 @@ class Engine(ABC):
         if last is None or last.end is UpdateEnd.COMMITTED:
             return
         raise error_from_code(self.outcome.code, self.outcome.text) if self.outcome.code else last.error()
+
+    def _expect_met_last(self, run_id: str) -> None:
+        """Raise once another run was introduced (`WrongEpoch`), or this one again, since `_connect` was called."""
+        if self._introduction != self.receiver.num_introduced:
+            self.receiver.expect_run(run_id)
+            raise Aborted("the trainer was introduced again")
 
     def _not_open(self) -> TransferQueueError:
         """Why there is no update: who ended the last one."""

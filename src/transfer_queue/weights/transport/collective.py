@@ -45,6 +45,7 @@ from transfer_queue.wire.address import Address, advertised, host_towards
 T = TypeVar("T")
 dist: Any = torch.distributed  # its stubs lack the stores and process groups
 ENDING_S = 1.0  # how long a broadcast may still run after the receivers have answered
+WAKE_S = 0.1  # torch's rendezvous cannot be woken up: its thread is left behind
 LEAVE_S = 5.0  # of a program that ends, for what torch is about to give up
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _making = threading.Lock()  # a group that has no watchdog
@@ -137,10 +138,13 @@ class Group:
             _in_torch(Deadline(ENDING_S), _discard, held)
 
 
-def _in_torch(deadline: Deadline, function: Callable[..., T], *args: Any) -> TimedCall[T]:
+def _in_torch(
+    deadline: Deadline, function: Callable[..., T], *args: Any, known: list[TimedCall[T]] | None = None
+) -> TimedCall[T]:
     """A call that waits within torch, until the deadline at most. A thread that comes back from there while the
-    interpreter ends is ended within C++, and the process with it (`terminate called`, exit 134)."""
-    call = TimedCall(function, *args)
+    interpreter ends is ended within C++, and the process with it (`terminate called`, exit 134). `known`: see
+    `BackgroundCall`."""
+    call = TimedCall(function, *args, known=known)
     with suppress(DeadlineExceeded):
         call.outlast(deadline.left() + ENDING_S, LEAVE_S)
     return call
@@ -239,12 +243,14 @@ class CollectiveTrainer(TrainerEngine):
         self._draft = lambda: iter(buckets)
 
     def _lead(self, manifest: Manifest, info: dict[str, Any], deadline: Deadline) -> None:
-        sending = _in_torch(deadline, self._send_all, self._draft, manifest, deadline)
+        begun: list[TimedCall[None]] = []
         try:
+            sending = _in_torch(deadline, self._send_all, self._draft, manifest, deadline, known=begun)
             super()._lead(manifest, info, deadline)
             sending.result(deadline, "the broadcast")
-        except BaseException:  # after an interrupt the group is out of step
-            sending.ended(ENDING_S)
+        except BaseException:  # after an interrupt, also one that struck as it began, the group is out of step
+            for sending in begun:
+                sending.ended(ENDING_S)
             self._give_up()  # some receiver may have left it
             raise
         finally:
@@ -262,8 +268,8 @@ class CollectiveTrainer(TrainerEngine):
             group.broadcast(body.to(group.device), deadline)
             for bucket in drafted():
                 group.broadcast(bucket.to(group.device), deadline)
-        except BaseException:  # after an interrupt the group is out of step
-            self._give_up()
+        except BaseException:  # it is out of step; the trainer may have another one by now
+            group.close()
             raise
 
     def _give_up(self) -> None:
@@ -300,7 +306,14 @@ class CollectiveEngine(Engine):
                 raise _typed(error) from error
             return Group(info, device, info.rank_offset + self.rank, store, deadline)
 
-        self._group = _in_torch(deadline, join).result(deadline, "the rendezvous")
+        joining = _in_torch(deadline, join)
+        try:
+            while not joining.ended(min(WAKE_S, deadline.left("the rendezvous"))):
+                self._expect_met_last(info.run_id)
+        except BaseException:  # a group that comes after that is nobody's
+            joining.leave(Group.close)
+            raise
+        self._group = joining.outcome()
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         group = self._in_group()
