@@ -72,6 +72,11 @@ def hint(name: str, known: Iterable[str]) -> str:
     return "" if found is None else f"; the nearest is {found!r}"
 
 
+def unknown_partition(name: str, known: Iterable[str]) -> str:
+    """That there is no such partition, with the name that was meant, or how to find it."""
+    return f"partition {name!r:.200} does not exist{hint(name, known) or ': `tq ls` shows those that do'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The most similar one, however far it is; `known` has some."""
     return difflib.get_close_matches(name[:MAX_LENGTH], list(known), 1, 0.0)[0]

@@ -63,6 +63,26 @@ def test_a_put_waits_until_another_thread_clears(service: Service, mib: float) -
     assert int(tq.kv_batch_get("b", "p")["x"].values()[0]) == ord("b")
 
 
+def test_an_overview_lists_puts_that_wait_for_memory(service: Service) -> None:
+    client = service(**store(budget_nbytes=4 * MIB))
+    put("a", 4)
+    threads = [in_thread(lambda: put("b", 2))[0] for _ in range(2)]
+    until(lambda: client.overview().num_waits == 2, "the puts in the list")
+    first, _ = client.overview().waits
+    assert (first.call, first.session) == ("put", client.session.ident)
+    assert first.lacks.startswith(
+        f"{2 * MIB} bytes do not fit: {4 * MIB} of {4 * MIB} bytes are in use, readers hold 0"
+    )
+    assert first.waited_s is not None
+    assert 0 <= first.waited_s < first.waited_s + first.left_s
+    few = client.overview(most=1)
+    assert (few.num_waits, len(few.waits)) == (2, 1)
+    tq.kv_clear("a", "p")
+    for thread in threads:
+        thread.join(20)
+    assert client.overview().num_waits == 0
+
+
 def test_a_put_waits_until_another_process_clears(service: Service, child: Spawn) -> None:
     client = service(**store(budget_nbytes=4 * MIB))
     put("a", 3)

@@ -441,6 +441,10 @@ def test_long_work_has_a_bar_on_a_terminal(filled: transfer_queue.TransferQueueC
     ("arguments", "text"),
     [
         (("ls", "no\x1b[2J"), "tq: partition 'no\\x1b[2J' does not exist: `tq ls` shows those that do"),
+        (("inspect", "none", "k"), "tq: partition 'none' does not exist: `tq ls` shows those that do"),
+        (("inspect", "trian", "k"), "tq: partition 'trian' does not exist; the nearest is 'train'"),
+        (("dead", "none", "actor"), "tq: partition 'none' does not exist: `tq ls` shows those that do"),
+        (("export", "none", "none.parquet"), "tq: partition 'none' does not exist: `tq ls` shows those that do"),
         (("inspect", "train", "none"), "tq: row 'none' is not in partition 'train'"),
         (("inspect", "train", "--row", str(1 << 70)), "tq: InspectRow: "),
         (("replay", "1", "--task", "actor"), "tq: "),

@@ -152,7 +152,7 @@ def test_who_asks_for_the_tables_hears_where_they_are_listed(query: str) -> None
 
 
 def test_unknown_tables_and_columns_are_named(train: str) -> None:
-    with pytest.raises(InvalidInput, match=r"^SQL: partition 'nowhere' does not exist$"):
+    with pytest.raises(InvalidInput, match=r"^SQL: partition 'nowhere' does not exist: `tq ls` shows those that do$"):
         tq.sql("select * from nowhere")
     tq.kv_put("k", "slips", {"x": torch.ones(1)})
     with pytest.raises(InvalidInput, match=r"^SQL: partition 'silps' does not exist; the nearest is 'slips'$"):

@@ -25,7 +25,7 @@ from transfer_queue.controller.state import ControllerState
 from transfer_queue.controller.table import MAX_INDEX, Table
 from transfer_queue.controller.watching import Watching
 from transfer_queue.errors import InvalidInput, UnknownRows
-from transfer_queue.names import hint
+from transfer_queue.names import unknown_partition
 from transfer_queue.wait_queue import Waiter, WaitQueue
 from transfer_queue.wire import messages as m
 
@@ -178,8 +178,7 @@ class Overviews:
         """See `m.RowInspected`."""
         table = self._state.tables.get(message.partition)
         if table is None:
-            known = hint(message.partition, self._state.tables)
-            raise UnknownRows(f"partition {message.partition!r} does not exist{known}")
+            raise UnknownRows(unknown_partition(message.partition, self._state.tables))
         slot = _slot(table, message)
         row = int(table.index[slot])
         written = [field for field in table.fields.values() if table.cells[field.number, slot]]

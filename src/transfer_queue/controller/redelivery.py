@@ -21,6 +21,7 @@ from transfer_queue.controller.leases import FailedAttempt
 from transfer_queue.controller.readiness import DELAYED, Returned, Slots, Task
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import InvalidInput, UnknownRows
+from transfer_queue.names import unknown_partition
 from transfer_queue.sampler.base import SETTINGS
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
@@ -156,7 +157,7 @@ class Redelivery:
         """Raises `UnknownRows` for a partition that does not exist."""
         table = self._tables.get(message.partition)
         if table is None:
-            raise UnknownRows(f"partition {message.partition!r} does not exist")
+            raise UnknownRows(unknown_partition(message.partition, self._tables))
         task = table.tasks.get(message.task)
         slots = np.empty(0, np.int64) if task is None else task.dead_letters()
         if isinstance(message, m.ListDeadLetters):

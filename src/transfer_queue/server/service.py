@@ -301,6 +301,8 @@ class Service:
         if isinstance(message, m.Fetch) and message.holder and message.holder not in self.sessions.by_ident:
             raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
+        if isinstance(message, m.DescribeService) and isinstance(reply, m.ServiceOverview):
+            self.unit.describe_waiting(reply, message.most, now)
         if isinstance(message, m.Fetch) and (message.locate or message.carry):
             if reply is None:
                 self._data_fetches.park(message, session, ticket, now)

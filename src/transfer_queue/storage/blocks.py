@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Hashable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from transfer_queue.wire.messages import (
     InEngine,
     Piece,
     Reply,
+    ServiceOverview,
     Waiting,
+    WaitOverview,
 )
 
 GIVEN_SHARE, GIVEN_NBYTES = 1 / 16, 32 << 20  # of the budget, at most: memory goes back to the system in such steps
@@ -464,6 +467,15 @@ class Unit:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def describe_waiting(self, overview: ServiceOverview, most: int, now: float) -> None:
+        """Add who waits for room, as far as the list of `most` requests goes. What a put writes to is not known yet."""
+        overview.num_waits += len(self._waiting)
+        pinned = self._num_pinned() if self._waiting else 0
+        for one in itertools.islice(self._waiting, max(0, most - len(overview.waits))):
+            waited_s = None if one.since is None else now - one.since
+            lacks = self._lack(one.message.nbytes, pinned)
+            overview.waits.append(WaitOverview("put", "", "", one.session, waited_s, one.deadline - now, lacks))
+
     def next_deadline(self) -> float | None:
         return self._waiting.next_deadline()
 
@@ -473,14 +485,21 @@ class Unit:
 
     def expire(self, now: float) -> None:
         for parked, waited_s in self._waiting.due(now):
-            pinned = sum(self._blocks[number].nbytes for number in self._pins.counts())
-            text = f"put waits for {waited_s:g} s: {self.full(parked.message.nbytes)}, readers hold {pinned} of them"
+            text = f"put waits for {waited_s:g} s: {self._lack(parked.message.nbytes, self._num_pinned())}"
             self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
         for parked in self._waiting.expired(now):
             text = f"{self.full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
         self._refused = None
         self.retry()  # a smaller request may have stood behind one that did not fit
+
+    def _num_pinned(self) -> int:
+        """The bytes of blocks that somebody reads."""
+        return sum(self._blocks[number].nbytes for number in self._pins.counts())
+
+    def _lack(self, nbytes: int, pinned: int) -> str:
+        """What a writer of `nbytes` who waits is told."""
+        return f"{self.full(nbytes)}, readers hold {pinned} of them"
 
     def full(self, nbytes: int) -> str:
         """Why a block of `nbytes` found no room just now."""

@@ -20,7 +20,7 @@ from transfer_queue.background_call import BackgroundCall
 from transfer_queue.client.effects import Call
 from transfer_queue.client.session import Session
 from transfer_queue.errors import Aborted, InvalidInput, TransferQueueError
-from transfer_queue.names import hint
+from transfer_queue.names import unknown_partition
 from transfer_queue.tables import texts
 from transfer_queue.tables.partition_table import PartitionTable, table
 from transfer_queue.wire import messages as m
@@ -147,7 +147,7 @@ def _in_words(session: Session, error: Exception) -> str:
     missing = UNKNOWN_TABLE.search(str(error)) if isinstance(error, duckdb.CatalogException) else None
     if missing is None:
         return str(error)
-    return f"partition {missing[1]!r:.200} does not exist{hint(missing[1], _partitions(session))}"
+    return unknown_partition(missing[1], _partitions(session))
 
 
 def _partitions(session: Session) -> list[str]:

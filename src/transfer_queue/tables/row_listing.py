@@ -16,7 +16,7 @@ from transfer_queue.codec.collector import collector_pause
 from transfer_queue.codec.rows import row_numbers
 from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.memory.bytes import Ints
-from transfer_queue.names import hint
+from transfer_queue.names import unknown_partition
 from transfer_queue.schema import FieldSchema
 from transfer_queue.tables import tag_columns
 from transfer_queue.wire import messages as m
@@ -41,7 +41,7 @@ class RowListing:
         info: m.PartitionInfo = self._ask(m.GetPartition(session.next_rid(), partition_id))
         if not info.known:
             known = self._ask(m.ListPartitions(session.next_rid())).names
-            raise UnknownRows(f"partition {partition_id!r:.200} does not exist{hint(partition_id, known)}")
+            raise UnknownRows(unknown_partition(partition_id, known))
         self.fields: dict[str, FieldSchema] = {field.name: field for field in info.schema}
         self.rows: Ints = np.empty(0, np.int64)
         self._num_rows = info.rows

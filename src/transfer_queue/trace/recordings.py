@@ -33,7 +33,8 @@ def read_folder(path: str) -> tuple[list[TracedProcess], list[str]]:
     """
     folder = next((Path(one) for one in (path, folder_of(path), f"{path}.d") if Path(one).is_dir()), None)
     if folder is None:
-        raise InvalidInput(f"{path} is no folder of a trace, and there is no {path}.d")
+        remedy = f"TQ_TRACE={path} in the environment of a job makes one"
+        raise InvalidInput(f"{path} is no folder of a trace, and there is no {path}.d: {remedy}")
     found: dict[str, TracedProcess] = {}
     remarks: list[str] = []
     for file in sorted(folder.glob(f"*{SUFFIX}")):

@@ -186,7 +186,7 @@ function waiting(look) {
   const share = server.arena_nbytes_budget ? server.arena_nbytes_used / server.arena_nbytes_budget : 0;
   if (share > 0.9) warnings.push("Memory is " + Math.round(100 * share) + " % full: puts wait until rows are cleared.");
   const rest = server.waiting_requests - look.num_waits;
-  if (rest > 0) warnings.push(count(rest) + " more requests wait: for memory, or for a checkpoint that is loaded.");
+  if (rest > 0) warnings.push(count(rest) + (rest === 1 ? " more request waits" : " more requests wait") + ": for a checkpoint that is loaded.");
   if (server.dead_letters) warnings.push(count(server.dead_letters) + " dead letters: tq dead-letters PARTITION TASK shows them.");
   const lost = look.partitions.filter(one => one.lost);
   if (lost.length) warnings.push("Rows of " + lost.slice(0, 3).map(one => one.name).join(", ") + " lost cells with their host.");
