@@ -16,7 +16,10 @@ from test_standby import DURABLE, replaced
 
 import transfer_queue as tq
 from transfer_queue.cli.looking import names_of
+from transfer_queue.cli.observing import rates_between
 from transfer_queue.errors import InvalidInput, UnknownRows
+from transfer_queue.page.rates import RateWindow
+from transfer_queue.page.shown import counts_of
 from transfer_queue.weights.fleet import Fleet, ReplicaStatus
 
 
@@ -42,6 +45,26 @@ def test_an_overview_has_everything_at_one_instant(client: tq.TransferQueueClien
     assert me.local
     assert me.pid
     assert len(client.overview(most=0).leases) == 0
+
+
+def test_rates_count_what_is_cleared_as_soon_as_it_is_used(client: tq.TransferQueueClient) -> None:
+    client.put({"x": torch.ones(4, 2)}, partition_id="p")
+    rates, before = RateWindow(), client.overview()
+    rates.add(0.0, counts_of(before))
+    meta = client.put({"x": torch.ones(2, 2)}, partition_id="p")
+    client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))
+    client.clear_samples(client.get_meta(["x"], 3, "p", task_name="actor"))
+    for _ in range(2):
+        client.clear_samples(client.get_meta(["x"], 1, "p", task_name="actor"))
+    client.put({"reward": torch.ones(1)}, metadata=meta.select_samples([1]))  # anew
+    client.clear_samples(client.get_meta(["x"], 1, "p", task_name="actor"))
+    client.put({"x": torch.ones(1, 2)}, partition_id="p")
+    after = client.overview()
+    rates.add(2.0, counts_of(after))
+    found = rates_between(before, after, 2.0)
+    assert found.written == {("p", "x"): 1.5, ("p", "reward"): 0.5}
+    assert found.consumed == {("p", "actor"): 3.0}
+    assert [rates.per_s(key) for key in (("written", "p", "x"), ("used", "p", "actor"))] == [1.5, 3.0]
 
 
 def test_a_map_shows_which_rows_have_what(client: tq.TransferQueueClient) -> None:

@@ -142,7 +142,7 @@ class Observer:
 
 
 def rates_between(before: m.ServiceOverview, after: m.ServiceOverview, seconds: float) -> Rates:
-    """By how much counts grew, per second. A count that fell, for rows were cleared, is as one that stood still."""
+    """By how much counts grew, per second. One that fell, for its partition began anew, is as one that stood still."""
 
     def grown(old: dict[tuple[str, str], int], new: dict[tuple[str, str], int]) -> dict[tuple[str, str], float]:
         return {name: max(0, count - old.get(name, 0)) / seconds for name, count in new.items()}
@@ -155,12 +155,14 @@ def _written(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
     return {
         (part.name, field.name): count
         for part in seen.partitions
-        for field, count in zip(part.fields, part.written, strict=True)
+        for field, count in zip(part.fields, part.written_in_all, strict=True)
     }
 
 
 def _consumed(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
-    return {(part.name, task.name): task.consumed for part in seen.partitions for task in part.tasks}
+    return {
+        (part.name, task.name): task.consumed + task.cleared_consumed for part in seen.partitions for task in part.tasks
+    }
 
 
 class Bell:

@@ -114,7 +114,7 @@ class Overviews:
         schema = [field.schema for field in fields]
         return m.PartitionOverview(
             table.name, table.num_rows, table.declared, table.metadata, schema, written, tasks, len(table.lost),
-            table.cleared,
+            table.cleared, table.cleared_cells.tolist(),
         )  # fmt: skip
 
     def _task(self, table: Table, name: str, task: Task) -> m.TaskOverview:
@@ -124,7 +124,7 @@ class Overviews:
         views = [m.ViewOverview(list(view.fields), view.count, self._oldest(table, view)) for view in _by_size(task)]
         return m.TaskOverview(
             name, task.num_lent - kept, kept, task.num_consumed, len(task.returned) - dead, dead,
-            None if limit is None else limit.max_age, task.num_stale, views,
+            None if limit is None else limit.max_age, task.num_stale, views, task.cleared_consumed,
         )  # fmt: skip
 
     def _oldest(self, table: Table, view: ReadyView) -> float | None:

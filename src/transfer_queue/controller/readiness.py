@@ -126,6 +126,7 @@ class Task:
         self.watch = watch
         self.consumed: Flags = np.zeros(capacity, np.bool_)
         self.num_consumed = 0  # of live rows
+        self.cleared_consumed = 0  # of those that were cleared since
         self.fates: NDArray[np.uint8] = np.zeros(capacity, np.uint8)  # `TOO_OLD`, `SPENT`
         self.num_stale = 0  # rows that were found too old, each once, cleared ones too
         self.lease: Slots = np.zeros(capacity, np.int64)  # number of the lease that holds the row, 0 for none
@@ -296,7 +297,9 @@ class Task:
 
     def drop(self, slots: Slots) -> None:
         """The rows are gone."""
-        self.num_consumed -= int(np.count_nonzero(self.consumed[slots]))
+        consumed = int(np.count_nonzero(self.consumed[slots]))
+        self.num_consumed -= consumed
+        self.cleared_consumed += consumed
         if self.num_lent:
             self._unlend(slots[self.lease[slots] != 0])
         self.forgive(slots)

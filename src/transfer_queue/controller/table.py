@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transfer_queue.controller.changes import ChangeLog
+from transfer_queue.controller.cleared_cells import CellCounts, counted
 from transfer_queue.controller.content_index import ContentIndex
 from transfer_queue.controller.ledger import Ledger
 from transfer_queue.controller.readiness import Flags, Slots, Task, resized
@@ -80,6 +81,7 @@ class Table:
         self.arrivals = Arrivals()
         self.num_alive = 0
         self.cleared = 0  # rows that were there and are cleared, since `begin_round`
+        self.cleared_cells: CellCounts = np.zeros(0, np.int64)  # by field
         self.over = 0  # how many of those that were there since then are of rounds that are over: the others come after
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
@@ -206,6 +208,7 @@ class Table:
         """Remove live rows; returns the cells that are gone by block. Those that somebody claimed `count` as rows that
         were there."""
         num_rows = self.num_rows
+        self.cleared_cells = counted(self.cleared_cells, self.cells[: len(self.fields)], slots)
         released = self.release(slots, list(range(len(self.fields))))
         self.cells[: len(self.fields), slots] = 0
         self.alive[slots] = False
@@ -574,12 +577,10 @@ class Table:
     def check_invariants(self) -> None:
         """Every structure agrees with every other; tests call this after each event."""
         live = self.live_slots()
-        index = self.index[: self.size]
         assert self.num_alive == len(live)
-        assert bool((np.diff(index) > 0).all()), "slots ascend by index"
+        assert bool((np.diff(self.index[: self.size]) > 0).all()), "slots ascend by index"
         assert {self.names[s]: s for s in live.tolist() if self.names[s] is not None} == self.keys
-        dead = ~self.alive[: self.size]
-        assert not self.cells[:, : self.size][:, dead].any(), "cleared rows have no cells"
+        assert not self.cells[:, : self.size][:, ~self.alive[: self.size]].any(), "cleared rows have no cells"
         for task in self.tasks.values():
             lease = task.lease[live]
             assert task.num_consumed == int(task.consumed[live].sum())
@@ -588,8 +589,7 @@ class Table:
             assert not (task.consumed[live] & (lease != 0)).any(), "a lent row is not consumed"
             free = ~task.consumed[: self.size] & (task.lease[: self.size] == 0)
             for view in task.views.values():
-                everything = np.arange(self.size)
-                ready = self.ready(everything, view.fields)
+                ready = self.ready(np.arange(self.size), view.fields)
                 expected = np.zeros(self.size, np.bool_) if ready is None else ready & free
                 assert np.array_equal(view.ready[: self.size], expected), f"view {view.fields}"
                 assert view.count == int(expected.sum())

@@ -1,5 +1,4 @@
-"""What changed per second, from several overviews. A count that fell (rows were cleared) adds nothing: rates are low
-estimates where rows are cleared as fast as they come."""
+"""What changed per second, from several overviews. A count that fell (its partition began anew) adds nothing."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ def counts_of(overview: ServiceOverview) -> dict[Hashable, int]:
     """What rates are made of."""
     counts: dict[Hashable, int] = {"requests": int(overview.server.get("requests", 0))}
     for partition in overview.partitions[: 10 * MAX_PARTITIONS]:
-        for field, written in zip(partition.fields[:MAX_FIELDS], partition.written, strict=False):
+        for field, written in zip(partition.fields[:MAX_FIELDS], partition.written_in_all, strict=False):
             counts["written", partition.name, field.name] = written
         for task in partition.tasks[:MAX_TASKS]:
-            counts["used", partition.name, task.name] = task.consumed
+            counts["used", partition.name, task.name] = task.consumed + task.cleared_consumed
     return counts
 
 

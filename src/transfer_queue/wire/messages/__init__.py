@@ -226,7 +226,7 @@ from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 
 ClientMessage: TypeAlias = (

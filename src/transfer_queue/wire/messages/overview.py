@@ -27,7 +27,8 @@ class TaskOverview(msgspec.Struct, array_like=True):
     """Rows of one consumer group. `kept`: for one of its ranks, for a loop that went back to an earlier step, or
     until the delay of a `nack` is over; `returned`: came back from a lease without an acknowledgement and are neither
     used nor dead yet; `dead`: dead letters. `max_age`: in versions, None: any. `stale`: rows of this partition that
-    became too old for it, each once, cleared ones too."""
+    became too old for it, each once, cleared ones too. `cleared_consumed`: how many more were consumed and are cleared;
+    it begins anew with the service and the partition."""
 
     name: str
     leased: int
@@ -38,12 +39,14 @@ class TaskOverview(msgspec.Struct, array_like=True):
     max_age: int | None
     stale: int
     views: list[ViewOverview]
+    cleared_consumed: int = 0
 
 
 class PartitionOverview(msgspec.Struct, array_like=True):
     """`rows` that somebody claimed; `declared`: how many there will be, where that was said. `written` has the number
     of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit. `cleared`: how many more of
-    the declared rows were there."""
+    the declared rows were there. `cleared_cells`: how many of each of the `fields` cleared rows had; begins anew
+    with the service and the partition."""
 
     name: str
     rows: int
@@ -54,6 +57,13 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     tasks: list[TaskOverview]
     lost: int
     cleared: int = 0
+    cleared_cells: list[int] = []
+
+    @property
+    def written_in_all(self) -> list[int]:
+        """Of each field, rows that are cleared included."""
+        gone = [*self.cleared_cells, *[0] * (len(self.written) - len(self.cleared_cells))]
+        return [there + cleared for there, cleared in zip(self.written, gone, strict=True)]
 
 
 class WaitOverview(msgspec.Struct, array_like=True):
