@@ -40,6 +40,7 @@
      ├─ locks                   names that are held
      ├─ recent                  what happened to rows lately, and when they came
      ├─ deadlines               when the first of many terms ends
+     ├─ cleared_cells           how many of each field are gone
      └─ cleared_partitions      what they leave, freed in slices
     queries, status             requests that change nothing
     overview                    all of it at one instant, a map of a partition, one row: for people
