@@ -101,7 +101,8 @@ def test_a_row_is_found_by_its_key_and_a_cleared_one_says_so(page: RunningPage, 
     made = pool.finish(attempt, {"x": torch.zeros(1, 3)})
     pool.ack(pool.select(1))
     tab.evaluate(find.format(f"#{made.global_indexes[0]}"))
-    for told in ("made it: slot 0 of group 'g', attempt 0", "took group 'g'", "acknowledged group 'g'"):
+    made_it = f"made it: slot 0 of group 'g', attempt {attempt.attempt}"
+    for told in (made_it, "took group 'g'", "acknowledged group 'g'"):
         shows(tab, "#row-body", told)
 
 
