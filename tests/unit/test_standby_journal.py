@@ -45,23 +45,6 @@ def test_what_was_noted_before_a_journal_began_is_not_in_it() -> None:
     journal.close()
 
 
-def test_what_is_placed_and_published_in_one_event_is_one_record() -> None:
-    recorder, journal = Recorder(), Journal()
-    recorder.begin(journal)
-    unit = RecordingUnit(1 << 20, None, recorder)
-    numbers = [block.number for block in (unit.place(100, None), unit.place(200, None)) if block is not None]
-    unit.publish(numbers[1], b"layout", 7)
-    recorder.settle()
-    unit.publish(numbers[0], b"other")
-    recorder.settle()
-    _, *placed, published = journal.records()
-    assert [type(one) for one in placed] == [r.Placed, r.Placed]
-    assert [(one.layout, one.digest) for one in placed] == [(None, 0), (b"layout", 7)]  # type: ignore[union-attr]
-    assert published == r.Published(numbers[0], b"other", 0)
-    unit.close()
-    journal.close()
-
-
 def test_a_child_reads_what_its_parent_settles_later() -> None:
     journal, (ours, theirs), (told, tell) = Journal(), os.pipe(), os.pipe()
     child = os.fork()

@@ -33,7 +33,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.journal: Journal | None = None
-        self.num_events = 0  # that are over
         self._event: list[r.Record] = []
         self.note = self._event.append
         self.send: Callable[[Arena], None] = lambda arena: None  # to the standby
@@ -50,7 +49,6 @@ class Recorder:
             if journal is not None and journal.write(self._event):
                 self.replace()
             self._event.clear()
-            self.num_events += 1
         self.settled()
 
     def begin(self, journal: Journal | None) -> None:
@@ -59,7 +57,6 @@ class Recorder:
             self.journal.close()
         self.journal = journal
         self._event.clear()
-        self.num_events += 1
         self.heard()
 
     def leave_out(self) -> None:
@@ -172,15 +169,12 @@ class RecordingUnit(Unit):
         super().__init__(budget_nbytes, directory, spill)
         self.shm = RecordingMemory(directory, spill.directory, recorder)
         self.recorder = recorder
-        self._latest = 0, 0, r.Placed(0, 0, 0, None)  # the block placed last, in which event, and what that says of it
         self._vacating = False
 
     def place(self, nbytes: int, session: bytes | None, spills: bool = False) -> Block | None:
         block = super().place(nbytes, session, spills)
         if block is not None:
-            record = r.Placed(block.arena, block.offset, nbytes, session)
-            self.recorder.note(record)
-            self._latest = block.number, self.recorder.num_events, record
+            self.recorder.note(r.Placed(block.arena, block.offset, nbytes, session))
         return block
 
     def place_in_engine(self, nbytes: int, session: bytes | None, key: str = "") -> Block:
@@ -196,11 +190,7 @@ class RecordingUnit(Unit):
 
     def publish(self, number: int, layout: bytes, digest: int = 0) -> None:
         super().publish(number, layout, digest)
-        latest, event, record = self._latest
-        if number == latest and event == self.recorder.num_events:
-            record.layout, record.digest = layout, digest
-        else:
-            self.recorder.note(r.Published(number, layout, digest))
+        self.recorder.note(r.Published(number, layout, digest))
 
     def drop(self, number: int) -> None:
         super().drop(number)

@@ -129,14 +129,10 @@ class ArenaOpened(_Record, tag=12):
 
 
 class Placed(_Record, tag=13):
-    """`layout` and `digest`: as in `Published`, where that was in the same event. To write two records takes longer."""
-
     arena: int
     offset: int
     nbytes: int
     owner: bytes | None
-    layout: bytes | None = None
-    digest: int = 0
 
 
 class PlacedInEngine(_Record, tag=40):

@@ -113,9 +113,7 @@ class UnitReplay:
         shm.add(Arena(record.size, record.grain, directory, descriptor, record.spills))
 
     def _placed(self, record: r.Placed) -> None:
-        block = self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
-        if record.layout is not None:
-            self._unit.publish(block.number, record.layout, record.digest)
+        self._unit.place_at(record.arena, record.offset, record.nbytes, record.owner)
 
     def _placed_in_engine(self, record: r.PlacedInEngine) -> None:
         self._unit.place_in_engine(record.nbytes, record.owner, record.key)
