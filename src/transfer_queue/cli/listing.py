@@ -10,6 +10,7 @@ from transfer_queue.cli.attaching import Address, AsJson, session
 from transfer_queue.cli.looking import overview_of
 from transfer_queue.cli.tables import print_json, print_table
 from transfer_queue.errors import UnknownRows
+from transfer_queue.names import unknown_partition
 
 if TYPE_CHECKING:
     from transfer_queue.client.session import Session
@@ -65,7 +66,7 @@ def _list_keys(partition: str, part: slice, address: str | None, as_json: bool) 
     with session(address) as found:
         changes = changes_of(found, partition, {})
         if changes is None:
-            raise UnknownRows(f"partition {partition!r} does not exist: `tq ls` shows those that do")
+            raise UnknownRows(unknown_partition(partition, ()))
         unnamed = num_unnamed(found, partition, len(changes.keys))
     tags = changes.tags or [{}] * len(changes.keys)
     lines = list(zip(changes.keys[part], tags[part], strict=True))

@@ -160,9 +160,7 @@ def _written(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
 
 
 def _consumed(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
-    return {
-        (part.name, task.name): task.consumed + task.cleared_consumed for part in seen.partitions for task in part.tasks
-    }
+    return {(part.name, task.name): task.consumed_in_all for part in seen.partitions for task in part.tasks}
 
 
 class Bell:

@@ -29,7 +29,7 @@ def counts_of(overview: ServiceOverview) -> dict[Hashable, int]:
         for field, written in zip(partition.fields[:MAX_FIELDS], partition.written_in_all, strict=False):
             counts["written", partition.name, field.name] = written
         for task in partition.tasks[:MAX_TASKS]:
-            counts["used", partition.name, task.name] = task.consumed + task.cleared_consumed
+            counts["used", partition.name, task.name] = task.consumed_in_all
     return counts
 
 

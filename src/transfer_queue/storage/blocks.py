@@ -470,7 +470,7 @@ class Unit:
     def describe_waiting(self, overview: ServiceOverview, most: int, now: float) -> None:
         """Add who waits for room, as far as the list of `most` requests goes. What a put writes to is not known yet."""
         overview.num_waits += len(self._waiting)
-        pinned = self._num_pinned() if self._waiting else 0
+        pinned = self._pinned_nbytes() if self._waiting else 0
         for one in itertools.islice(self._waiting, max(0, most - len(overview.waits))):
             waited_s = None if one.since is None else now - one.since
             lacks = self._lack(one.message.nbytes, pinned)
@@ -485,7 +485,7 @@ class Unit:
 
     def expire(self, now: float) -> None:
         for parked, waited_s in self._waiting.due(now):
-            text = f"put waits for {waited_s:g} s: {self._lack(parked.message.nbytes, self._num_pinned())}"
+            text = f"put waits for {waited_s:g} s: {self._lack(parked.message.nbytes, self._pinned_nbytes())}"
             self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
         for parked in self._waiting.expired(now):
             text = f"{self.full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
@@ -493,7 +493,7 @@ class Unit:
         self._refused = None
         self.retry()  # a smaller request may have stood behind one that did not fit
 
-    def _num_pinned(self) -> int:
+    def _pinned_nbytes(self) -> int:
         """The bytes of blocks that somebody reads."""
         return sum(self._blocks[number].nbytes for number in self._pins.counts())
 

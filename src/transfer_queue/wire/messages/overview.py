@@ -6,6 +6,7 @@ the unions in `messages`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -41,6 +42,11 @@ class TaskOverview(msgspec.Struct, array_like=True):
     views: list[ViewOverview]
     cleared_consumed: int = 0
 
+    @property
+    def consumed_in_all(self) -> int:
+        """Rows that are cleared included."""
+        return self.consumed + self.cleared_consumed
+
 
 class PartitionOverview(msgspec.Struct, array_like=True):
     """`rows` that somebody claimed; `declared`: how many there will be, where that was said. `written` has the number
@@ -62,8 +68,7 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     @property
     def written_in_all(self) -> list[int]:
         """Of each field, rows that are cleared included."""
-        gone = [*self.cleared_cells, *[0] * (len(self.written) - len(self.cleared_cells))]
-        return [there + cleared for there, cleared in zip(self.written, gone, strict=True)]
+        return [there + gone for there, gone in itertools.zip_longest(self.written, self.cleared_cells, fillvalue=0)]
 
 
 class WaitOverview(msgspec.Struct, array_like=True):
