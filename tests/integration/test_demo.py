@@ -433,10 +433,11 @@ class _Demo:
         self._errors.close()
 
 
-def _incidents(output: str) -> dict[str, tuple[float, int]]:
-    """Who was ended by SIGKILL: (seconds until the next one had worked, rows delivered again)."""
-    found = re.findall(r"^(\S+(?: \d)?) +SIGKILL +[\d.]+ s +\d+ +([\d.]+) s +(\d+)$", output, re.MULTILINE)
-    return {name: (float(back_s), int(rows)) for name, back_s, rows in found}
+def _incidents(output: str) -> dict[str, int]:
+    """Who was ended by SIGKILL, and how many rows were delivered again. Also one that had no work left when it was back
+    (a dash for its seconds)."""
+    found = re.findall(r"^(\S+(?: \d)?) +SIGKILL +[\d.]+ s +\d+ +(?:[\d.]+ s|–) +(\d+)$", output, re.MULTILINE)
+    return {name: int(rows) for name, rows in found}
 
 
 def _is_whole(output: str, steps: int, tmp_path: Path) -> None:
@@ -467,9 +468,8 @@ def test_chaos_kills_one_worker_of_each_kind(tmp_path: Path) -> None:
     with _Demo(tmp_path, "--chaos", "--steps", "10") as demo:
         code, output, errors = demo.finish()
     assert code == 0, errors
-    found = _incidents(output)
+    held = _incidents(output)
     # rollout: the prompts of a ticket. trainer: all samples of a step. The others: one read.
-    held = {name: rows for name, (_, rows) in found.items()}
     assert held.pop("reward") in (0, 64)  # it had answered, so the trainer may have used and cleared them meanwhile
     assert held == {"rollout 1": 8, "reference": 64, "trainer": 128}
     _is_whole(output, 10, tmp_path)
@@ -486,11 +486,13 @@ def test_the_service_may_be_killed_again_and_again(tmp_path: Path) -> None:
 
 def test_whoever_is_killed_a_reproducible_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     ends = []
-    for arguments in ([], ["--chaos", "--kill-service", "2", "--workers", "3"]):
+    # Not the rollout worker: two others may have made all samples before it, or the one after it, had a ticket.
+    surely = {"service", "reward", "reference", "trainer"}
+    for arguments, killed in (([], set()), (["--chaos", "--kill-service", "2", "--workers", "3"], surely)):
         with _Demo(tmp_path, "--reproducible", "--steps", "10", *arguments) as demo:
             code, output, errors = demo.finish()
         assert code == 0, errors
-        assert (len(_incidents(output)) > 4) == bool(arguments)
+        assert _incidents(output).keys() - {"rollout 2"} == killed
         found = re.search(
             r"^weights ([0-9a-f]{16}) at the end, as in every such run with seed 0$", output, re.MULTILINE
         )
