@@ -64,7 +64,23 @@ def test_rates_count_what_is_cleared_as_soon_as_it_is_used(client: tq.TransferQu
     found = rates_between(before, after, 2.0)
     assert found.written == {("p", "x"): 1.5, ("p", "reward"): 0.5}
     assert found.consumed == {("p", "actor"): 3.0}
-    assert [rates.per_s(key) for key in (("written", "p", "x"), ("used", "p", "actor"))] == [1.5, 3.0]
+    life = after.partitions[0].life
+    assert [rates.per_s(key) for key in (("written", "p", life, "x"), ("used", "p", life, "actor"))] == [1.5, 3.0]
+
+
+def test_rates_count_all_of_a_partition_that_began_anew_between_two_looks(client: tq.TransferQueueClient) -> None:
+    rates = RateWindow()
+    looks = []
+    for at, rows in ((0.0, 4), (2.0, 6)):
+        client.clear_partition("p")
+        client.put({"x": torch.ones(rows, 2)}, partition_id="p")
+        client.get_meta(["x"], rows, "p", task_name="actor")
+        looks.append(client.overview())
+        rates.add(at, counts_of(looks[-1]))
+    found = rates_between(*looks, 2.0)
+    assert (found.written, found.consumed) == ({("p", "x"): 3.0}, {("p", "actor"): 3.0})
+    life = looks[-1].partitions[0].life
+    assert [rates.per_s(key) for key in (("written", "p", life, "x"), ("used", "p", life, "actor"))] == [3.0, 3.0]
 
 
 def test_a_map_shows_which_rows_have_what(client: tq.TransferQueueClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ def frame(sight: Sight, width: int, height: int) -> list[Text]:
     """The lines, at most `height` of at most `width` columns."""
     from rich.text import Text
 
-    lines = _head(sight)
+    lines = _head(sight, width)
     if sight.overview is not None:
         sections = [one for one in _sections(sight, width) if one.lines]
         room = height - len(lines) - 1 - sum(2 for _ in sections)
@@ -45,17 +46,26 @@ def frame(sight: Sight, width: int, height: int) -> list[Text]:
     return lines
 
 
-def _head(sight: Sight) -> list[Text]:
+def _head(sight: Sight, width: int) -> list[Text]:
     from rich.text import Text
 
     where = harmless(sight.address) or "no service"
-    lines = [Text.assemble(("tq top  ", "bold"), (f"{sight.note}  " if sight.note else "", "yellow"), where)]
+    lines = [Text.assemble(("tq top  ", "bold"), (sight.note, "yellow"))]
+    if lines[0].cell_len + 2 + len(where) <= width:
+        lines[0].append(f"  {where}" if sight.note else where)
+    else:
+        lines += map(Text, _wrapped(where, width))
     if sight.trouble:
         text = f"nothing seen for {seconds(sight.silent_s)}, looking again: {harmless(sight.trouble)}"
-        lines.append(Text(text, style="bold red"))
+        lines += [Text(line, style="bold red") for line in _wrapped(text, width)]  # the last ones say what to do
     if sight.overview is not None:
         lines += _counts(sight.overview, sight.rates or NO_RATES)
     return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Addresses are cut where a line ends and nowhere else, so that they can be copied."""
+    return textwrap.wrap(text, max(20, width), break_on_hyphens=False)
 
 
 def _counts(seen: m.ServiceOverview, rates: Rates) -> list[Text]:

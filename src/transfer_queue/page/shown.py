@@ -27,9 +27,9 @@ def counts_of(overview: ServiceOverview) -> dict[Hashable, int]:
     counts: dict[Hashable, int] = {"requests": int(overview.server.get("requests", 0))}
     for partition in overview.partitions[: 10 * MAX_PARTITIONS]:
         for field, written in zip(partition.fields[:MAX_FIELDS], partition.written_in_all, strict=False):
-            counts["written", partition.name, field.name] = written
+            counts["written", partition.name, partition.life, field.name] = written
         for task in partition.tasks[:MAX_TASKS]:
-            counts["used", partition.name, task.name] = task.consumed_in_all
+            counts["used", partition.name, partition.life, task.name] = task.consumed_in_all
     return counts
 
 
@@ -101,7 +101,7 @@ def partition(found: PartitionOverview, rates: RateWindow) -> Values:
         "fields": [
             {
                 "id": ident(field.name), "name": printable(field.name), "type": type_of(field), "written": written,
-                "per_s": rates.per_s(("written", found.name, field.name)),
+                "per_s": rates.per_s(("written", found.name, found.life, field.name)),
             }
             for field, written in fields
         ],
@@ -116,7 +116,7 @@ def _task(found: PartitionOverview, task: TaskOverview, rates: RateWindow) -> Va
         "id": ident(task.name), "name": printable(task.name), "leased": task.leased, "kept": task.kept,
         "consumed": task.consumed, "returned": task.returned, "dead": task.dead, "max_age": task.max_age,
         "stale": task.stale, "ready": max((view.ready for view in views), default=0),
-        "oldest_s": max(oldest, default=None), "per_s": rates.per_s(("used", found.name, task.name)),
+        "oldest_s": max(oldest, default=None), "per_s": rates.per_s(("used", found.name, found.life, task.name)),
         "views": [
             {"fields": [printable(name) for name in view.fields[:MAX_FIELDS]], "ready": view.ready}
             for view in views[:8]
