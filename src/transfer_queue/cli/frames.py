@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LACK_LINES = 2  # of the words that say what a request lacks
 NO_RATES = Rates(0.0, {}, {})
 BAR = 20
+MAX_UNITS = 4
+MEMORY = (("arena", "used"), ("arena", "budget"), ("spill", "used"))
 
 
 class FrameSection(NamedTuple):
@@ -71,16 +73,25 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _counts(seen: m.ServiceOverview, rates: Rates) -> list[Text]:
     from rich.text import Text
 
-    server = seen.server
+    server, units = seen.server, list(seen.server["units"].items())
     weights = "none yet" if seen.weight_version is None else f"version {seen.weight_version}"
-    used, budget = server["arena_nbytes_used"], server["arena_nbytes_budget"]
-    full = round(BAR * min(1.0, used / budget)) if budget else 0
-    spilled = f", {size(server['spill_nbytes_used'])} on disk" if server["spill_nbytes_used"] else ""
     busy = f"{rates.requests:,.0f} requests/s, {server['clients']} clients, {seen.num_waits} waiting"
     return [
         Text(f"pid {server['pid']}, {server['rows']:,} rows, {busy}, {seen.num_leases} leases"),
-        Text(f"memory [{'#' * full}{'.' * (BAR - full)}] {size(used)} of {size(budget)}{spilled}; weights {weights}"),
+        Text(f"memory {_memory(server)}; weights {weights}"),
+        *(Text(f"unit {number} {_memory(one)} at {harmless(one['address'])}") for number, one in units[:MAX_UNITS]),
+        *([Text(f"and {len(units) - MAX_UNITS} more units")] if len(units) > MAX_UNITS else []),
     ]
+
+
+def _memory(server: dict[str, Any]) -> str:
+    """Of one server; a unit that is away or has only just joined has not told."""
+    if "arena_nbytes_used" not in server:
+        return "is away" if server["away"] else "has not told"
+    used, budget, spilled = (server[f"{name}_nbytes_{of}"] for name, of in MEMORY)
+    full = round(BAR * min(1.0, used / budget)) if budget else 0
+    disk = f", {size(spilled)} on disk" if spilled else ""
+    return f"[{'#' * full}{'.' * (BAR - full)}] {size(used)} of {size(budget)}{disk}"
 
 
 def _sections(sight: Sight, width: int) -> list[FrameSection]:
