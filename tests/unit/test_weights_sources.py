@@ -12,7 +12,7 @@ import torch
 from weights import Net, copy_of, drawn, same
 
 from transfer_queue.errors import InvalidInput, ShapeMismatch, UnsupportedValue
-from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, pack, plan
+from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, Swap, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.pending import PendingVersion
@@ -123,6 +123,23 @@ def test_differences_need_no_second_reading_nor_do_receivers_that_lack_their_bas
         assert kinds == ["full", "delta", "delta", "full"]
         assert_read_here(source, 4)
         assert same(copy_of(module), weights)
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("make", [InPlace, Swap])
+def test_a_receiver_that_casts_is_sent_all_of_a_version_in_place_of_a_difference(make: Any) -> None:
+    weights = drawn(Net(), 1)
+    module = Net().bfloat16()
+    engine = registry.engine("tcp")(Receiver(make(module, cast=True)))
+    info = {"anchor_every": 10}
+    trainer = registry.trainer("tcp").trainer_init(info, client=Direct(engine), source=StateDictSource(weights))
+    try:
+        trainer.send_weights(deadline_s=DEADLINE_S)
+        weights["first.weight"][0, 0] += 1
+        assert trainer.send_weights(deadline_s=DEADLINE_S).kind == "full"
+        assert torch.equal(module.first.weight, weights["first.weight"].bfloat16())
     finally:
         engine.shutdown()
         trainer.shutdown()

@@ -24,7 +24,7 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     InvalidInput,
     NotSupported,
-    ShapeMismatch,
+    StaleBase,
 )
 from transfer_queue.memory.handles import synchronize
 from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
@@ -88,7 +88,7 @@ class Target(ABC):
     @abstractmethod
     def bases(self) -> Mapping[str, Any]:
         """The live tensors, or the pieces of them that are here (`pieces.Pieces`), which differences apply to.
-        `ShapeMismatch` when their bytes may not be those received."""
+        `StaleBase` when their bytes may not be those received."""
 
     @abstractmethod
     def prepare(self, staged: Mapping[str, Any]) -> Any:
@@ -138,7 +138,7 @@ class _ModuleTarget(Target):
 
     def bases(self) -> Tensors:
         if self._cast:
-            raise ShapeMismatch("a target that casts has no base for differences: send a full version")
+            raise StaleBase("a target that casts has no base for differences: send a full version")
         return named_weights(self._module)
 
     def reading(self, timeout_s: float) -> AbstractContextManager[Live]:
