@@ -23,6 +23,7 @@ from transfer_queue.errors import (
     BadManifest,
     DigestMismatch,
     InvalidInput,
+    NotSupported,
     ShapeMismatch,
     StaleVersion,
     TransferQueueError,
@@ -242,6 +243,15 @@ def test_another_dtype_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
     state = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.bfloat16)}
     found = fault(lambda: dcp.load(state, storage_reader=VersionReader(tmp_path)))
     assert isinstance(found, ShapeMismatch)
+    assert "'b'" in str(found)
+    assert not state["a"].any()
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
+    written(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})
+    state = {"a": torch.zeros(2), "b": torch.zeros(1).expand(2)}
+    found = fault(lambda: dcp.load(state, storage_reader=VersionReader(tmp_path)))
+    assert isinstance(found, NotSupported)
     assert "'b'" in str(found)
     assert not state["a"].any()
 
