@@ -69,6 +69,16 @@ def test_peers_are_enough_when_the_trainer_is_dead(site: Start) -> None:
     assert first.call("installed") == second.call("installed")
 
 
+def test_a_peer_gives_what_it_has_to_those_that_met_the_trainer_that_followed(site: Start) -> None:
+    here = site("tcp")
+    here.send(1)
+    peers = [one.call("serve_installed") for one in here.receivers]
+    here.end_trainer()
+    here.start_trainer()  # with a token of its own
+    here.end_trainer()
+    assert late(here).call("join_peers", peers, 5.0) == 1
+
+
 def test_what_one_peer_cannot_give_comes_from_others(site: Start) -> None:
     here = site("tcp", num=3)
     here.send(1)
