@@ -293,6 +293,14 @@ def test_a_nested_tensor_is_refused() -> None:
         StateDictSource({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
 
 
+def test_a_lazy_module_that_nobody_has_called_is_refused_with_what_to_do() -> None:
+    module = torch.nn.LazyLinear(2)
+    with pytest.raises(UnsupportedValue, match="'weight' has no shape yet"):
+        ModuleSource(module)
+    module(torch.ones(1, 3))
+    assert dict(ModuleSource(module).tensors())["weight"].shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("mistaken", "named"),
     [

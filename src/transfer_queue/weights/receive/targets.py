@@ -27,7 +27,7 @@ from transfer_queue.errors import (
     StaleBase,
 )
 from transfer_queue.memory.handles import synchronize
-from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
+from transfer_queue.weights.receive.compatibility import alike, check_fits, expect_shaped, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.slots import Place, Slots, places_of, replacement, within_parameters, writable
 from transfer_queue.weights.receive.stand_ins import Exchange
@@ -340,6 +340,7 @@ class Flip(_ModuleTarget):
     ) -> None:
         super().__init__(module, strict=strict, cast=cast)
         mine, other = named_weights(module), named_weights(spare)
+        expect_shaped({**mine, **other})
         if {tensor.data_ptr() for tensor in mine.values()} & {tensor.data_ptr() for tensor in other.values()} - {0}:
             raise InvalidInput("the two modules share weights")
         if ties(mine) != ties(other) or kinds(mine) != kinds(other):

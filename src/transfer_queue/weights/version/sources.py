@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.parameter import is_lazy
 
 from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
 from transfer_queue.weights.version.boxes import whole
@@ -18,6 +19,7 @@ from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import Held, TensorShard, held_of, is_sharded, local_of
 
 SHARDED = "have every rank send its own (tcp, with `rank`, `world` and `meet`), or give full_tensor()"
+LAZY = "has no shape yet, its module is lazy: call that once before"
 EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
 COMPILED = "_orig_mod"  # what torch.compile calls the module within
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
@@ -422,6 +424,8 @@ def check_plain(name: str, tensor: object) -> None:
     """`UnsupportedValue` for what is no dense tensor with memory."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedValue(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if is_lazy(tensor):
+        raise UnsupportedValue(f"{name!r} {LAZY}")
     is_dense = type(tensor.data) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
     if not is_dense or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedValue(f"{name!r} is not a plain dense tensor with memory ({type(tensor.data).__name__})")
