@@ -320,7 +320,9 @@ class TcpTrainer(TrainerEngine):
         return self._plan[1]
 
     def _decide(self, manifest: Manifest) -> None:
-        self.store.decide(manifest)
+        """Who comes late while a difference is being committed is given the whole version before it (`_keep`)."""
+        if manifest.kind != "delta":
+            self.store.decide(manifest)
         self._end(manifest)
 
     def _withdraw(self, manifest: Manifest) -> None:
