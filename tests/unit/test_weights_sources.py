@@ -12,7 +12,7 @@ import torch
 from weights import Net, copy_of, drawn, same
 
 from transfer_queue.errors import InvalidInput, ShapeMismatch, UnsupportedValue
-from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, Swap, pack, plan
+from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, StateDictSource, Swap, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.pending import PendingVersion
@@ -306,6 +306,10 @@ def test_a_lazy_module_that_nobody_has_called_is_refused_with_what_to_do() -> No
     [
         (lambda net, engine: StateDictSource(net), r"ModuleSource\(module\)"),
         (lambda net, engine: ModuleSource(net.state_dict()), r"a torch\.nn\.Module is expected, got a OrderedDict"),
+        (lambda net, engine: StateDictSource(net.named_parameters()), r"got a generator: give dict\(\.\.\)"),
+        (lambda net, engine: StateDictSource({3: torch.ones(1)}), "called by texts, not by 3"),  # type: ignore[dict-item]
+        (lambda net, engine: ModuleSource(net, rename=["first"]), "rename is a list: give a map"),  # type: ignore[arg-type]
+        (lambda net, engine: Flip(net, None), "a torch.nn.Module is expected, got a NoneType"),  # type: ignore[arg-type]
         (lambda net, engine: InPlace(net.state_dict()), r"a torch\.nn\.Module is expected"),
         (lambda net, engine: Receiver(net), r"a target is expected, such as Swap\(module\), got a Net"),
         (lambda net, engine: engine.trainer_init({}, client="", source=net), r"source is a Net: give Module"),

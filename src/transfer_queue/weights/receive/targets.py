@@ -339,6 +339,7 @@ class Flip(_ModuleTarget):
         self, module: torch.nn.Module, spare: torch.nn.Module, *, strict: bool = True, cast: bool = False
     ) -> None:
         super().__init__(module, strict=strict, cast=cast)
+        check_module(spare)
         mine, other = named_weights(module), named_weights(spare)
         expect_shaped({**mine, **other})
         if {tensor.data_ptr() for tensor in mine.values()} & {tensor.data_ptr() for tensor in other.values()} - {0}:

@@ -97,6 +97,9 @@ class StateDictSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         if isinstance(tensors, torch.nn.Module):
             raise InvalidInput("a mapping of tensors is expected, got a module: give ModuleSource(module)")
+        if not callable(getattr(tensors, "items", None)):
+            text = f"a mapping of tensors is expected, got a {type(tensors).__name__}"
+            raise InvalidInput(f"{text}: give dict(..) of pairs of names and tensors")
         for name, tensor in tensors.items():
             check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
         self._called = called = new_names(list(tensors), rename)
@@ -359,6 +362,11 @@ def new_names(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
     `UnknownTensor` when the map has a name that is not there, `InvalidInput` when two would be called the same, or a
     name is no text.
     """
+    strange = next((name for name in names if not isinstance(name, str)), None)
+    if strange is not None:
+        raise InvalidInput(f"tensors are called by texts, not by {strange!r}")
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise InvalidInput(f"rename is a {type(rename).__name__}: give a map from old names to new ones, or a function")
     plain = {name: _within(name, ()) for name in names}
     if len(set(plain.values())) < len(plain):
         plain = {name: name for name in names}
