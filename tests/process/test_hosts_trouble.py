@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start_
     until(lambda: unit.used() == 0, "the end of the old rows")
     unit.kv_put(["a"], "p", rows(2, 1, LARGE))
     assert firsts(second.kv_get(["a"], "p")) == [2]
+
+
+def test_a_put_that_waits_for_memory_of_a_unit_is_told_of_the_next_controller(start_host: Callable[..., Host]) -> None:
+    patient = {"client": {**CLIENT, "timeout_s": 60.0}}
+    head = start_host(**patient)
+    unit = start_host(join=head.tcp, budget_nbytes=4 * LARGE * 4, notice_after_s=[])
+    unit.kv_put(["a", "b", "c"], "p", rows(1.0, 3, LARGE))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(unit.kv_put, ["d", "e"], "p", rows(2.0, 2, LARGE))
+        until(lambda: unit.client.stats()["waiting_requests"] == 1, "a waiting put")
+        os.kill(head.server.pid, signal.SIGKILL)
+        head.server._process.wait()
+        start_host(port=int(head.tcp.rpartition(":")[2]), **patient)
+        with pytest.raises(ServiceRestarted):
+            waiting.result(timeout=20)
 
 
 def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(start_host: Callable[..., Host]) -> None:
