@@ -112,6 +112,23 @@ def test_rows_of_a_unit_that_is_away_are_handed_to_nobody(start_host: Callable[.
     assert head.client.check_production_status(["x"], "p")
 
 
+def test_who_waits_hears_how_many_rows_were_lost_with_their_unit(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp, away_s=0.1)
+    meta = unit.client.put(rows(1.0, 3, LARGE), partition_id="p")
+    head.client.put(rows(2.0, 2, LARGE), partition_id="p")
+    os.kill(unit.server.pid, signal.SIGKILL)
+    until(lambda: head.client.overview().partitions[0].lost == 3, "the loss of the rows")
+    head.client.put(rows(3.0, 1, LARGE), metadata=meta[:1])
+    said = "2 lost with the storage that held them"
+    with pytest.raises(DeadlineExceeded, match=said):
+        head.client.get_meta(["x"], 4, "p", task_name="t", timeout_s=0.1)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(head.client.get_meta, ["x"], 4, "p", task_name="t", timeout_s=5)
+        until(lambda: said in str(head.client.overview().waits), "the word of who waits")
+        head.client.put(rows(3.0, 2, LARGE), metadata=meta[1:])
+
+
 def test_a_dead_controller_is_reported_at_once(start_host: Callable[..., Host]) -> None:
     head = start_host()
     unit = start_host(join=head.tcp)
