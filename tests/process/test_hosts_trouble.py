@@ -155,6 +155,20 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start_
     assert firsts(second.kv_get(["a"], "p")) == [2]
 
 
+def test_a_client_of_a_unit_that_stays_is_not_told_that_its_server_is_gone(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    unit.client.get_partition_list()
+    os.kill(head.server.pid, signal.SIGKILL)
+    head.server._process.wait()
+    second = start_host(port=int(head.tcp.rpartition(":")[2]))
+    until(lambda: bool(second.client.stats()["units"]), "the unit's return")
+    with pytest.raises(ServiceRestarted, match="another service is here now") as caught:
+        unit.client.get_partition_list()
+    assert "gone" not in str(caught.value)
+    assert unit.client.stats()["pid"] == unit.server.pid
+
+
 def test_a_put_that_waits_for_memory_of_a_unit_is_told_of_the_next_controller(start_host: Callable[..., Host]) -> None:
     patient = {"client": {**CLIENT, "timeout_s": 60.0}}
     head = start_host(**patient)

@@ -213,7 +213,7 @@ def test_a_client_of_a_unit_that_began_anew_is_told_once_and_keeps_its_views(mac
         client.get_data(meta)
     run_dir = os.path.dirname(machines.unit.server.address.removeprefix("unix:"))
     machines.boot_unit(run_dir=run_dir)
-    with pytest.raises(ServiceRestarted):
+    with pytest.raises(ServiceRestarted, match="its rows are lost, but those of a journal"):
         client.get_data(meta)
     assert firsts(client.get_data(meta)) == [1] * 6
     machines.head.client.clear_partition("p")
