@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transfer_queue.client.retry import nobody_listens
+from transfer_queue.client.retry import NotJoined, nobody_listens
 from transfer_queue.errors import ServiceRestarted, ServiceUnavailable
 from transfer_queue.wire.address import Address
 
@@ -11,7 +11,7 @@ def explained(error: ServiceUnavailable, address: Address, server_pid: int, to: 
     """`error` of a connection to the own server at `address`, or to the one at `to`. `server_pid`: 0 before the first
     connection."""
     if to and isinstance(error, ServiceRestarted):
-        return ServiceUnavailable(f"the storage unit at {to} belongs to another service now")
+        return NotJoined(f"the storage unit at {to} serves another service, or has not joined this one again")
     if to or not server_pid:
         return error
     if isinstance(error, ServiceRestarted):
