@@ -262,6 +262,34 @@ def test_who_waits_for_space_asks_again_only_when_some_is_released(asked: list[i
     shell.unit.close()
 
 
+def test_who_waits_for_space_has_it_within_a_second_when_others_made_room(asked: list[int], tmp_path: Path) -> None:
+    shell = Shell(64 * MIB, str(tmp_path))
+    asked.append(FULL)
+    assert shell.allocate(8 * MIB, ticket="w", wait_s=9) is None
+    assert shell.unit.next_deadline() == 1
+    shell.unit.expire(1)
+    assert shell.answers() == []
+    asked.remove(FULL)
+    assert shell.unit.next_deadline() == 2
+    shell.unit.expire(2)
+    assert shell.answers() == [("w", Allocated)]
+    assert shell.unit.next_deadline() is None
+    shell.unit.close()
+
+
+def test_a_file_system_that_has_less_is_not_asked_to_reserve_it(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = Shell(64 * MIB, str(tmp_path))
+    asked.append(FULL)
+    shell.allocate(8 * MIB, ticket="w", wait_s=9)
+    monkeypatch.setattr(shell.unit.shm, "has_space", lambda nbytes: nbytes < 8 * MIB)
+    before = len(asked)
+    shell.unit.expire(1)
+    assert len(asked) == before
+    shell.unit.close()
+
+
 def test_what_waited_for_space_in_vain_is_told_so(asked: list[int], tmp_path: Path) -> None:
     shell = Shell(64 * MIB, str(tmp_path))
     asked.append(FULL)

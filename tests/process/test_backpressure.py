@@ -96,6 +96,17 @@ def test_a_put_waits_until_another_process_clears(service: Service, child: Spawn
     other.finish()
 
 
+def test_a_put_has_the_memory_of_a_block_as_soon_as_its_last_rows_were_moved(service: Service) -> None:
+    client = service(**store(budget_nbytes=8 * MIB), server={"notice_after_s": []})
+    tq.kv_batch_put([str(row) for row in range(24)], "p", {"x": torch.ones(24, MIB // 4, dtype=torch.uint8)})
+    thread, outcome = in_thread(lambda: put("b", 5))
+    until(lambda: client.stats()["waiting_requests"] == 1, "a waiting put")
+    tq.kv_clear([str(row) for row in range(22)], "p")
+    thread.join(10)  # nobody asks the service for anything meanwhile
+    assert outcome == [None], "the put waited on, with room enough"
+    thread.join()
+
+
 @pytest.mark.parametrize("mib", [0.01, 2])
 def test_a_put_without_room_fails_by_its_deadline(service: Service, mib: float) -> None:
     client = service(**store(budget_nbytes=4 * MIB), client={"timeout_s": 0.4})

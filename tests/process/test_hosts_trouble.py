@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -111,6 +112,23 @@ def test_rows_of_a_unit_that_is_away_are_handed_to_nobody(start_host: Callable[.
     assert head.client.check_production_status(["x"], "p")
 
 
+def test_who_waits_hears_how_many_rows_were_lost_with_their_unit(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp, away_s=0.1)
+    meta = unit.client.put(rows(1.0, 3, LARGE), partition_id="p")
+    head.client.put(rows(2.0, 2, LARGE), partition_id="p")
+    os.kill(unit.server.pid, signal.SIGKILL)
+    until(lambda: head.client.overview().partitions[0].lost == 3, "the loss of the rows")
+    head.client.put(rows(3.0, 1, LARGE), metadata=meta[:1])
+    said = "2 lost with the storage that held them"
+    with pytest.raises(DeadlineExceeded, match=said):
+        head.client.get_meta(["x"], 4, "p", task_name="t", timeout_s=0.1)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(head.client.get_meta, ["x"], 4, "p", task_name="t", timeout_s=5)
+        until(lambda: said in str(head.client.overview().waits), "the word of who waits")
+        head.client.put(rows(3.0, 2, LARGE), metadata=meta[1:])
+
+
 def test_a_dead_controller_is_reported_at_once(start_host: Callable[..., Host]) -> None:
     head = start_host()
     unit = start_host(join=head.tcp)
@@ -135,6 +153,35 @@ def test_a_unit_joins_the_next_controller_at_the_address_and_starts_empty(start_
     until(lambda: unit.used() == 0, "the end of the old rows")
     unit.kv_put(["a"], "p", rows(2, 1, LARGE))
     assert firsts(second.kv_get(["a"], "p")) == [2]
+
+
+def test_a_client_of_a_unit_that_stays_is_not_told_that_its_server_is_gone(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    unit = start_host(join=head.tcp)
+    unit.client.get_partition_list()
+    os.kill(head.server.pid, signal.SIGKILL)
+    head.server._process.wait()
+    second = start_host(port=int(head.tcp.rpartition(":")[2]))
+    until(lambda: bool(second.client.stats()["units"]), "the unit's return")
+    with pytest.raises(ServiceRestarted, match="another service is here now") as caught:
+        unit.client.get_partition_list()
+    assert "gone" not in str(caught.value)
+    assert unit.client.stats()["pid"] == unit.server.pid
+
+
+def test_a_put_that_waits_for_memory_of_a_unit_is_told_of_the_next_controller(start_host: Callable[..., Host]) -> None:
+    patient = {"client": {**CLIENT, "timeout_s": 60.0}}
+    head = start_host(**patient)
+    unit = start_host(join=head.tcp, budget_nbytes=4 * LARGE * 4, notice_after_s=[])
+    unit.kv_put(["a", "b", "c"], "p", rows(1.0, 3, LARGE))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(unit.kv_put, ["d", "e"], "p", rows(2.0, 2, LARGE))
+        until(lambda: unit.client.stats()["waiting_requests"] == 1, "a waiting put")
+        os.kill(head.server.pid, signal.SIGKILL)
+        head.server._process.wait()
+        start_host(port=int(head.tcp.rpartition(":")[2]), **patient)
+        with pytest.raises(ServiceRestarted):
+            waiting.result(timeout=20)
 
 
 def test_a_stopped_unit_delays_only_its_own_readers_and_until_their_deadline(start_host: Callable[..., Host]) -> None:

@@ -90,7 +90,7 @@ def wide(value: float, count: int = 2) -> dict[str, torch.Tensor]:
 
 
 def meets_the_next_life(call: Callable[[], Any]) -> None:
-    with pytest.raises(ServiceRestarted, match=r"server \(pid \d+\).*gone.*lost"):
+    with pytest.raises(ServiceRestarted, match=r"at \S+: (another service is|the server) here .*rows.*journal"):
         call()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import until
-from hosts import LARGE, Host, firsts, rows
+from hosts import CLIENT, LARGE, Host, firsts, rows
 from test_cli import ENVIRONMENT
 from test_journal import SEED, TURNS, last, use, write
 from test_standby import away, kill, server_of, standby_of
@@ -189,6 +189,15 @@ def test_a_controller_that_lost_its_power_finds_the_rows_of_units_without_a_jour
     until(lambda: unit.used() == 0, "room at the unit")
 
 
+def test_a_reader_does_not_wait_long_for_a_unit_that_does_not_find_the_controller(machines: Machines) -> None:
+    machines.unit.kv_put(["a"], "p", rows(1.0, 1, LARGE))
+    machines.cut(machines.head)
+    machines._port = 0  # another than the one that the unit looks at
+    head = machines.boot_head(client={**CLIENT, "timeout_s": 60.0})
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ServiceUnavailable, match=r"has not joined|is away"):
+        threads.submit(head.kv_get, ["a"], "p").result(timeout=30)
+
+
 @pytest.mark.parametrize("width", [4, LARGE], ids=["in the log", "in a file"])
 def test_all_machines_lose_their_power_at_once(machines: Machines, width: int) -> None:
     kept = []
@@ -213,7 +222,7 @@ def test_a_client_of_a_unit_that_began_anew_is_told_once_and_keeps_its_views(mac
         client.get_data(meta)
     run_dir = os.path.dirname(machines.unit.server.address.removeprefix("unix:"))
     machines.boot_unit(run_dir=run_dir)
-    with pytest.raises(ServiceRestarted):
+    with pytest.raises(ServiceRestarted, match="its rows are lost, but those of a journal"):
         client.get_data(meta)
     assert firsts(client.get_data(meta)) == [1] * 6
     machines.head.client.clear_partition("p")

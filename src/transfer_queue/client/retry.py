@@ -13,9 +13,13 @@ from transfer_queue.errors import ServiceRestarted, ServiceUnavailable, TooManyC
 from transfer_queue.wire.address import SocketMissing
 
 T = TypeVar("T")
-REFUSED_S = 3.0  # for so long a host where nobody listens may be one whose server comes back in a moment
+REFUSED_S = 3.0  # for so long a host where nobody listens, or not for this life, may be one that does in a moment
 MIN_TIMEOUT_S = 0.001
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
+
+
+class NotJoined(ServiceUnavailable):
+    """The storage unit that was named serves another life of the service. One that stayed joins in a moment."""
 
 
 def left_s(effect: Call, left_s: float) -> float:
@@ -49,7 +53,7 @@ class Retry:
         refused = nobody_listens(error)
         if self._is_local and refused:
             return None
-        if not refused and not isinstance(error.__cause__, SocketMissing):
+        if not refused and not isinstance(error, NotJoined) and not isinstance(error.__cause__, SocketMissing):
             self._refused_at = None
         elif self._refused_at is None:
             self._refused_at = now

@@ -303,7 +303,7 @@ class Session:
         reply = found[0]
         if type(reply) is m.Failed:
             if reply.code == ServiceRestarted.code:  # this host's unit came to serve another life
-                self.end(restarted(self.address, self.server_pid, reply.text))
+                self.end(restarted(self.address, reply.text))
                 self._check_open()
             raise error_from_code(reply.code, reply.text)  # kept in no variable: its traceback would be a cycle
         return found

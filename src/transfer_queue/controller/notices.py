@@ -93,6 +93,7 @@ def of_fetch(message: m.Fetch, tables: Mapping[str, Table], sampler: str, counts
     written = ", ".join(_written(message.fields[:LISTED], table, counts))
     task = table.task(message.task)
     taken = _taken(message, table, task, sampler) + _foreign(table, task) + _away(message, table, task)
+    taken += _lost(message, table)
     return f"{text}{table.num_rows} rows{size}, {written}; {taken}"
 
 
@@ -124,7 +125,8 @@ def too_few(message: m.Fetch, table: Table | None) -> str:
     if task is not None and task.limit is not None and task.limit.max_age is not None:
         text += f", none of them more than {task.limit.max_age} versions of the weights old"
     if table is not None and task is not None:
-        text += _foreign(table, task) + _away(message, table, task) + _had(message, table, task)
+        text += _foreign(table, task) + _away(message, table, task) + _lost(message, table)
+        text += _had(message, table, task)
     if table is not None and task is not None and message.dp_size and (ranks := _of_ranks(table, task)):
         text += f"; rows are kept for others{ranks}"
     unwritten = message.fields if table is None else [name for name in message.fields if name not in table.fields]
@@ -177,6 +179,17 @@ def _away(message: m.Fetch, table: Table, task: Task) -> str:
     written, ready = table.written(free, message.fields), table.ready(free, message.fields)
     count = 0 if written is None or ready is None else int(np.count_nonzero(written & ~ready))
     return f", {count} on storage units that are away ({sorted(table.away)[:LISTED]})" if count else ""
+
+
+def _lost(message: m.Fetch, table: Table) -> str:
+    """How many rows lack what was lost with the storage that held it. They come only if somebody puts them again."""
+    if not table.lost:
+        return ""
+    slots = table.live_slots()
+    slots = slots[np.isin(table.index[slots], list(table.lost))]
+    written = table.written(slots, message.fields)
+    count = 0 if written is None else int(np.count_nonzero(~written))
+    return f", {count} lost with the storage that held them, to be put again" if count else ""
 
 
 def _had(message: m.Fetch, table: Table, task: Task) -> str:

@@ -70,7 +70,7 @@ class Compactor:
             log.warning("block %d stays as it is, its writer described it wrongly: %s", number, error)
         finally:
             unit.unpin(number, OWNER)
-            self._service.apply_outcomes()
+            self._service.publish_outcomes()  # who waits for memory may have that of the block
 
 
 def start_compaction(controller: Controller, members: UnitRegistry, compactor: Compactor) -> None:

@@ -307,7 +307,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if isinstance(message, m.Write):
             self._server.service.unit.unpin(message.block, self._reception.nonce)
         if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
-            self._send(m.Failed(message.rid, ServiceRestarted.code, "the service that this unit served has ended"))
+            self._send(m.Failed(message.rid, ServiceRestarted.code, handshake.ANOTHER_SERVICE))
             return
         if session.is_called_off(message.rid, self._number):
             self._send(m.Failed(message.rid, Aborted.code, "this request was called off before it was read"))

@@ -127,7 +127,7 @@ class Gatherer:
         finally:
             for block in pinned:
                 unit.unpin(block.number, OWNER)
-            self._service.apply_outcomes()
+            self._service.publish_outcomes()
 
     async def _write(self, part: Gathering) -> None:
         unit, service = self._service.unit, self._service

@@ -111,7 +111,7 @@ class Service:
         self.deliver: Callable[[], None] = lambda: None  # sends what `answered` has; for those who are nobody's request
         self.journal: JournalLike | None = None
         self._kept_first: set[Hashable] = set()  # requests that wait for the journal
-        self._late = LateAnswers(self._ended)
+        self._late = LateAnswers(self.publish_outcomes)
         self._background: set[asyncio.Task[None]] = set()
         self._reading: dict[Hashable, Reading] = {}
         self._data_fetches = DataFetches(self._present, self.blocks.carried)
@@ -447,8 +447,7 @@ class Service:
                 self._kept_first.discard(ticket)
                 if answer is not None:
                     self.unit.outbox.append((ticket, answer[0]))
-                self.apply_outcomes()
-                self.deliver()
+                self.publish_outcomes()
 
     def _drop_unheld(self, filled: list[Filled]) -> None:
         """Of a commit that was not passed on: blocks that came with it, which are nobody's now."""
@@ -499,8 +498,8 @@ class Service:
 
     # consequences
 
-    def _ended(self) -> None:
-        """Something that is no request did what changes answers."""
+    def publish_outcomes(self) -> None:
+        """Something that is no request changed answers: a request's own event delivers them, and else nobody would."""
         self.apply_outcomes()
         self.deliver()
 

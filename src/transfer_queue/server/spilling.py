@@ -124,8 +124,7 @@ class Spiller:
     def _tell(self) -> None:
         """Memory was given free: answer who waits for it."""
         if not self._closed:
-            self._service.apply_outcomes()
-            self._service.deliver()
+            self._service.publish_outcomes()
 
     async def _breathe(self) -> None:
         """Let others go first when this step has taken its time."""

@@ -180,6 +180,7 @@ class StorageNode:
             while self._lost.is_set():  # a standby may listen already
                 try:
                     await self._join()
+                    self._deliver()  # whoever waits for memory, or was passed on to another life
                     log.warning("joined the controller at %s again", self._controller)
                 except TransferQueueError as error:
                     log.info("cannot join: %s", error)
@@ -218,6 +219,7 @@ class StorageNode:
         try:
             with contextlib.suppress(TransferQueueError):  # else when the unit joins again
                 await self._resolve_in_doubt()
+                self._deliver()
         finally:
             self._resolving = None
 
@@ -280,8 +282,6 @@ class StorageNode:
     def _drop(self, blocks: bytes) -> None:
         self.remote.freed.extend(numbers_of(blocks).tolist())
         self.service.apply_outcomes()
-        if self.service.recycler:
-            self._deliver()
 
     def close(self) -> None:
         self.gatherer.close()

@@ -42,6 +42,7 @@ class SpillSpace(NamedTuple):
 
 NOWHERE = SpillSpace(None, 0)
 IN_ENGINE = -1  # in place of an arena's number
+LOOK_S = 1.0  # between two looks whether a full file system has space again, which nobody tells
 
 
 class Block:
@@ -117,6 +118,7 @@ class Unit:
         self._waiting: WaitQueue[Allocate] = WaitQueue()
         self._disk_is_full = False  # why the latest block that found no room found none
         self._refused: Waiter[Allocate] | None = None  # waits for space of the file system, and none was released yet
+        self._look_at = 0.0  # whether there is some by then
 
     def renumber(self, number: int) -> None:
         """Number the blocks from here on as those of unit `number`."""
@@ -140,7 +142,7 @@ class Unit:
         parked = Waiter(ticket, session, message, now + message.timeout_s, now)
         self._waiting.add(parked)
         if is_first and self._disk_is_full:
-            self._refused = parked
+            self._refused, self._look_at = parked, now + LOOK_S
         return None
 
     def _allocated(self, message: Allocate, session: bytes) -> Allocated | None:
@@ -478,20 +480,24 @@ class Unit:
         ]  # fmt: skip
 
     def next_deadline(self) -> float | None:
-        return self._waiting.next_deadline()
+        deadline = self._waiting.next_deadline()
+        return deadline if deadline is None or self._refused is None else min(deadline, self._look_at)
 
     def notice_after(self, seconds: Sequence[float]) -> None:
         """When those who wait for room are told who has it; ascending."""
         self._waiting.notice_after_s = seconds
 
     def expire(self, now: float) -> None:
-        for parked, waited_s in self._waiting.due(now):
+        told, late = self._waiting.due(now), self._waiting.expired(now)
+        for parked, waited_s in told:
             text = f"put waits for {waited_s:g} s: {self._lack(parked.message.nbytes, self._pinned_nbytes())}"
             self.outbox.append((parked.ticket, Waiting(parked.message.rid, text)))
-        for parked in self._waiting.expired(now):
+        for parked in late:
             text = f"{self.full(parked.message.nbytes)} after waiting {parked.message.timeout_s:g} s"
             self.outbox.append((parked.ticket, Failed(parked.message.rid, StoreFull.code, text)))
-        self._refused = None
+        self._look_at = now + LOOK_S
+        if told or late or (self._refused and self.shm.has_space(self._refused.message.nbytes)):
+            self._refused = None
         self.retry()  # a smaller request may have stood behind one that did not fit
 
     def _pinned_nbytes(self) -> int:

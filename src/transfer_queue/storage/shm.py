@@ -133,6 +133,14 @@ class SharedMemory:
         grain = GRAINS[nbytes > SMALL_NBYTES]
         return max(1, -(-nbytes // grain)) * grain
 
+    def has_space(self, nbytes: int) -> bool:
+        """Whether the file system says that so much is free. To reserve what is not costs as much as there is."""
+        try:
+            found = os.statvfs(self.directory) if self.directory else None
+        except OSError:  # somebody removed the directory: the arenas are where they were
+            found = None
+        return found is None or not found.f_blocks or found.f_bavail * found.f_frsize >= nbytes
+
     def take(self, nbytes: int, spills: bool = False) -> tuple[int, int] | None:
         """Arena and offset of a range that can be written; None when the file system has no space for it. Where blocks
         spill, one that fails has none: `trouble` says so."""

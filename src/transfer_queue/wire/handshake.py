@@ -21,6 +21,7 @@ from transfer_queue.wire.address import Address
 NONCE_NBYTES = 16
 GRACE_S = 60.0  # a session of another host outlives its connections for so long: a cut network may come back
 CLIENT, UNIT = ROLES = range(2)
+ANOTHER_SERVICE = "another service is here now: that of before ended, and with it all rows but those of a journal"
 M = TypeVar("M", bound=m.Message)
 
 
@@ -115,11 +116,9 @@ def _mac(token: str, label: bytes, client_nonce: bytes, server_nonce: bytes) -> 
 def check_life(expected: Life, found: Life) -> None:
     """`ServiceRestarted` when a caller holds on to another life than the one that is there. Both ends check."""
     if expected.service and expected.service != found.service:
-        raise ServiceRestarted(
-            "another service is here now: that of before ended, and with it all rows but those of a journal"
-        )
+        raise ServiceRestarted(ANOTHER_SERVICE)
     if expected.unit and expected.unit != found.unit:
-        raise ServiceRestarted("the server here was started anew: the rows that its predecessor held are lost")
+        raise ServiceRestarted("the server here was started anew: its rows are lost, but those of a journal")
 
 
 def _expected(kind: type[M], reply: m.Message) -> M:
