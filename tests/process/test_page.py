@@ -70,18 +70,18 @@ def test_a_viewer_sees_the_partition_fill(page: RunningPage, client: tq.Transfer
     client.set_partition("p", size=4, metadata={"step": 3})
     tq.kv_batch_put(["a", "b"], "p", {"prompt": torch.ones(2, 3)})
     with page.look("p") as viewer:
+        assert viewer.next("map")["runs"] == 2
         seen = viewer.next("look")
         assert (seen["status"], seen["trouble"], seen["tile-rows"]) == ("live", "", "2")
         assert "in 1 partition" in seen["tiles"]
         assert seen["about"] == "2 rows of 4 declared · 1 field · step 3"
         (lane,) = seen.of_id("lanes").of_class("field")
         assert (lane.text, lane.attributes["title"]) == ("prompt2", "prompt: float32 [3]")
-        assert viewer.next("map")["runs"] == 2
         put_at = time.monotonic()
         tq.kv_batch_put(["c", "d"], "p", {"prompt": torch.ones(2, 3)})
+        found = viewer.until("map", lambda found: found["size"] == 4)
         viewer.until("look", lambda seen: seen["about"].startswith("4 rows"))
         behind_s = time.monotonic() - put_at
-        found = viewer.until("map", lambda found: found["size"] == 4)
         assert found["first_rows"] == [0, 1, 2, 3]
         assert behind_s < 5  # 0.5 s on a machine that has nothing else to do
 

@@ -109,10 +109,10 @@ class Page:
                 look = self.watch.latest
                 if look.number != number:
                     number = look.number
-                    yield _changed(look.fragments(partition_id), sent)
                     if look.overview is not None and (encoded := look.encoded_map(partition_id)) != sent_map:
                         sent_map = encoded
-                        yield _event(encoded, "map")
+                        yield _event(encoded, "map")  # before what is written beside its lines
+                    yield _changed(look.fragments(partition_id), sent)
                 elif (silent_s := self.watch.silent_s) > SILENT_S:
                     text = f"The service has not answered for {silent_s:.1f} s. What is shown is from before."
                     yield _changed(fragments.state("bad", "no answer", text), sent)
