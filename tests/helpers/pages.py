@@ -30,6 +30,7 @@ class Stream:
         self._connection = connection
         self._answer = answer
         self._parts: dict[str, Element] = {}
+        self.changed: frozenset[str] = frozenset()  # the ids of what came with the last look
 
     def next(self, name: str) -> Any:
         """The next event of this name: `map`, or `look`, which is the page after one. Blocks for as long as the
@@ -39,6 +40,7 @@ class Stream:
             if event in ("", "pulse"):
                 parts = [one for one in parsed(data).children if isinstance(one, Element)]
                 self._parts.update({one.attributes["id"]: one for one in parts})
+                self.changed = frozenset(one.attributes["id"] for one in parts)
                 if name == "look":
                     page = Element("", {})
                     page.children.extend(self._parts.values())

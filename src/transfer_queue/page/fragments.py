@@ -70,7 +70,10 @@ def login() -> bytes:
 
 
 def curve(rates: Sequence[float]) -> str:
-    """The points of a line through all of them. Of equal ones that follow each other the first and last are enough."""
+    """The points of a line through all of them, from the left. Of equal ones that follow each other the first and last
+    are enough; where all are equal the line goes through, and stays the same while nothing changes."""
+    if len(set(rates)) == 1:
+        rates = [rates[0]] * (LEAST_LOOKS + 1)
     most, step = max(rates, default=0.0) or 1.0, WIDTH / max(LEAST_LOOKS, len(rates) - 1)
     points = [(at * step, HEIGHT - 2 - (HEIGHT - 4) * rate / most) for at, rate in enumerate(rates)]
     runs = [list(run) for _, run in groupby(points, key=lambda point: round(point[1], 1))]

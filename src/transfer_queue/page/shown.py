@@ -121,10 +121,10 @@ def rates_of(found: PartitionOverview, rates: RateWindow) -> tuple[float, float]
     return written, sum(rates.per_s(("used", found.name, task.name)) for task in found.tasks[:MAX_TASKS])
 
 
-def lanes(fields: Sequence[str], tasks: Sequence[str], found: Values) -> Values:
+def lanes(fields: Sequence[str], tasks: Sequence[str], found: Values | None) -> Values:
     """What stands beside each line of a map; `found`: its `partition` as it is now, and so perhaps without the line."""
-    known_fields = {one["name"]: one for one in found["fields"]}
-    known_tasks = {one["name"]: one for one in found["tasks"]}
+    known_fields = {one["name"]: one for one in found["fields"]} if found else {}
+    known_tasks = {one["name"]: one for one in found["tasks"]} if found else {}
     gone = {"type": "", "written": None, "per_s": 0.0, "consumed": None}
     return {
         "fields": [{"name": name, **known_fields.get(name, gone)} for name in fields],

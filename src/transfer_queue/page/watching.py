@@ -87,10 +87,8 @@ class Look:
     def _rendered(self, chosen: str) -> dict[str, bytes]:
         found, map_seen = self.partitions.get(chosen), self._seen.maps.get(chosen)
         partition = None if found is None else shown.partition(found, self._seen.rates)
-        lanes = shown.lanes([], [], {"fields": [], "tasks": []})
-        if partition is not None and map_seen is not None:
-            lanes = shown.lanes(map_seen.fields, map_seen.tasks, partition)
-        curves = self._seen.curves.get(chosen, NO_CURVES)
+        names = ([], []) if map_seen is None else (map_seen.fields, map_seen.tasks)
+        lanes, curves = shown.lanes(*names, partition), self._seen.curves.get(chosen, NO_CURVES)
         of_partition = fragments.of_partition(self._service, partition, lanes, curves.written, curves.used)
         return {**fragments.state("live", "live"), **self._of_service, **of_partition}
 
