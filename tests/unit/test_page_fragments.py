@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def test_a_service_that_tells_less_is_shown_all_the_same() -> None:
     assert (page["facts"], page["tile-rows"], page["tile-memory"]) == ("pid 7 · – clients", "–", "–")
     assert page.rows("groups") == [["math", "2", "–", "–", "–"]]
     assert page["about"] == "There is no partition yet."
+
+
+def test_the_extension_is_there_before_htmx_begins() -> None:
+    """HTMX begins when the document is loaded, or at once where it is so: while that is read, all scripts are run."""
+    scripts = re.findall("<script[^>]*>", fragments.index("").decode())
+    assert scripts == [f'<script src="static/{name}">' for name in ("htmx.min.js", "hx-sse.min.js", "page.js")]
 
 
 def test_a_memory_that_is_nearly_full_is_a_warning() -> None:
