@@ -331,6 +331,17 @@ def test_a_page_that_ended_says_so_of_a_row_and_is_back_when_another_one_is(
         shows(tab, "#row-body", "wrote x")
 
 
+def test_a_page_that_stands_still_is_told_and_goes_on(page: RunningPage, tab: browser.Tab) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    freeze(page.process.pid)
+    try:
+        shows(tab, "#status", "no page")
+    finally:
+        os.kill(page.process.pid, signal.SIGCONT)
+    shows(tab, "#status", "live")
+
+
 def test_a_tab_that_is_hidden_is_no_viewer(page: RunningPage, tab: browser.Tab, client: tq.TransferQueueClient) -> None:
     tab.open(page.url)
     shows(tab, "#status", "live")

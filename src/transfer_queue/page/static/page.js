@@ -9,7 +9,8 @@ const SILENT = "The page's own process does not answer.";
 const by = id => document.getElementById(id);
 const whole = new Intl.NumberFormat("en");
 
-let cellMap = null, cursor = 0, heardAt = Date.now(), isConnected = true;
+let cellMap = null, cursor = 0;
+let heardAt = Date.now(), isConnected = true, isStale = false;
 
 // ---- the map ----
 
@@ -166,9 +167,14 @@ function listenToEvents() {
   const isInUse = one => one.target && one.target.id === "partition" && one.target === document.activeElement;
   document.addEventListener("htmx:before:swap", event => {
     const at = event.detail.tasks.findIndex(isInUse);
-    if (at >= 0) event.detail.tasks.splice(at, 1);
+    if (at < 0) return;
+    event.detail.tasks.splice(at, 1);
+    isStale = true;
   });
-  by("partition").parentElement.addEventListener("focusout", connect);
+  by("partition").parentElement.addEventListener("focusout", () => {
+    if (isStale) connect();
+    isStale = false;
+  });
   setInterval(watch, 1000);
 }
 
