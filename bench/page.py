@@ -1,12 +1,13 @@
 """What a page that somebody looks at costs, and how soon it shows what is.
 
-    python -m bench.page [--rows 1000000] [--rounds 20] [--calls]
+    python -m bench.page [--rows 1000000] [--rounds 20] [--calls | --viewers 50]
 
 A service with so many rows of four fields, and `tq page`. With a browser's connection to it: how long after a put
 returned its row is in the map that the page sends, and how much of a core the server uses while nothing changes and
-while a row comes twice in three seconds. In a headless Chromium: the first paint of each opening, when it says "live",
-and how long after a put returned the count of rows has changed on the screen. Last microseconds of `kv_put` and
-`kv_batch_get` of one row: a second while the page works for a viewer, one while it is stopped, and one more, in turn.
+while a row comes twice in three seconds; with `--viewers` the same with one viewer and with so many. In a headless
+Chromium: the first paint of each opening, when it says "live", and how long after a put returned the count of rows
+has changed on the screen. Last microseconds of `kv_put` and `kv_batch_get` of one row: a second while the page works
+for a viewer, one while it is stopped, and one more, in turn.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Viewer:
         self.told = threading.Condition()
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc)
         self._connection.request("GET", f"/events?partition={ident(partition)}")
+        self._socket = self._connection.sock  # which the connection lets go of, for the page answers once
         answer = self._connection.getresponse()
         answer.read(1)
         self._thread = threading.Thread(target=self._read, args=(answer,), daemon=True)
@@ -109,31 +111,44 @@ class Viewer:
                     raise TimeoutError(f"the map has {self.rows} of {rows} rows after 30 s")
 
     def close(self) -> None:
-        if self._connection.sock is not None:
-            self._connection.sock.shutdown(2)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(2)
         self._thread.join(5)
         self._connection.close()
 
 
-def watched(url: str, rows: int, rounds: int) -> None:
-    """How far the map of `rows` rows is behind, and what it costs the server."""
-    server = int(tq.get_client().stats()["pid"])
+def watched(url: str, pid: int, rows: int, rounds: int, others: int = 0) -> None:
+    """How far the map of `rows` rows is behind, and what it costs the server and the page `pid`."""
+    both = int(tq.get_client().stats()["pid"]), pid
     viewer, seconds = Viewer(url, "train"), list[float]()
     viewer.await_rows(rows)
-    began, spent = time.perf_counter(), processor_s(server)
-    time.sleep(WATCHED_S)
-    still = (processor_s(server) - spent) / (time.perf_counter() - began)
-    began, spent = time.perf_counter(), processor_s(server)
-    for number in range(1, rounds + 1):
-        put = put_one()
-        viewer.await_rows(rows + number)
-        seconds.append(time.time() - put)
-        between(number)
-    busy = (processor_s(server) - spent) / (time.perf_counter() - began)
+    with contextlib.ExitStack() as stack:
+        if others:
+            stack.enter_context(looking(url, others))
+        began, spent = time.perf_counter(), [processor_s(one) for one in both]
+        time.sleep(WATCHED_S)
+        still = shares(both, began, spent)
+        began, spent = time.perf_counter(), [processor_s(one) for one in both]
+        for number in range(1, rounds + 1):
+            put = put_one()
+            viewer.await_rows(rows + number)
+            seconds.append(time.time() - put)
+            between(number)
+        busy = shares(both, began, spent)
     viewer.close()
     line(f"a put is in the map, {rows:,} rows", sorted(seconds), 1e3, "ms")
     print(f"{'the slowest of them':44} {1e3 * max(seconds):15.2f} ms")
-    print(f"server, one viewer: {still:.2%} of a core while nothing changes, {busy:.2%} meanwhile", flush=True)
+    for name, at_rest, at_work in zip(("server", "page"), still, busy, strict=True):
+        print(
+            f"{name}, {others + 1} viewers: {at_rest:.2%} of a core while nothing changes, {at_work:.2%} meanwhile",
+            flush=True,
+        )
+
+
+def shares(pids: tuple[int, int], began: float, spent: list[float]) -> list[float]:
+    """Of a core, that each used since it had spent so many seconds."""
+    span_s = time.perf_counter() - began
+    return [(processor_s(pid) - before) / span_s for pid, before in zip(pids, spent, strict=True)]
 
 
 def looked_at(url: str, rows: int, rounds: int) -> None:
@@ -172,11 +187,11 @@ def calls_for(seconds: float) -> list[float]:
 
 
 @contextlib.contextmanager
-def another(url: str) -> Iterator[None]:
-    """Somebody in a process of their own looks at the page."""
+def looking(url: str, viewers: int = 1) -> Iterator[None]:
+    """So many, in a process of their own, look at the page."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=look, args=(url, theirs), daemon=True)
+    process = context.Process(target=look, args=(url, viewers, theirs), daemon=True)
     process.start()
     ours.recv()
     yield
@@ -184,17 +199,18 @@ def another(url: str) -> Iterator[None]:
     process.join()
 
 
-def look(url: str, said: Connection) -> None:
-    viewer = Viewer(url, "train")
+def look(url: str, viewers: int, said: Connection) -> None:
+    found = [Viewer(url, "train") for _ in range(viewers)]
     said.send(None)
     said.recv()
-    viewer.close()
+    for viewer in found:
+        viewer.close()
 
 
 def beside(url: str, pid: int, rounds: int) -> None:
     """One-row calls while the page `pid` works for a viewer, and while it is stopped and asks the service nothing."""
     found: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-    with another(url):
+    with looking(url):
         for number in range(rounds):
             for arm in ARMS[number % 3 :] + ARMS[: number % 3]:
                 os.kill(pid, signal.SIGCONT if arm == "open" else signal.SIGSTOP)
@@ -213,15 +229,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", action="store_true", help="only the calls of one row")
+    parser.add_argument("--viewers", type=int, default=0, help="only what so many viewers cost, beside one")
     given = parser.parse_args()
     tq.init()
     fill(given.rows)
     tq.get_client().get_meta(["tokens"], 100, "train", task_name="actor", lease_s=3600)
     with page() as (url, pid):
-        if not given.calls:
-            watched(url, given.rows, given.rounds)
+        if given.viewers:
+            watched(url, pid, given.rows, given.rounds)
+            watched(url, pid, given.rows + given.rounds, given.rounds, given.viewers - 1)
+        elif not given.calls:
+            watched(url, pid, given.rows, given.rounds)
             looked_at(url, given.rows + given.rounds, given.rounds)
-        beside(url, pid, 5 * given.rounds)
+        if not given.viewers:
+            beside(url, pid, 5 * given.rounds)
     tq.close()
 
 

@@ -39,6 +39,7 @@ from transfer_queue.errors import (
     UnknownRows,
     UnsupportedValue,
 )
+from transfer_queue.names import unknown_partition
 from transfer_queue.saved.places import folder_at
 from transfer_queue.saved.reading import SavedFolder
 from transfer_queue.schema import MIXED, FieldSchema
@@ -116,7 +117,8 @@ def _rows(session: Session, partition_id: str, keys: list[str]) -> list[Row]:
         return []
     info: m.PartitionInfo = session.call(Call(m.GetPartition(session.next_rid(), partition_id)))[0]
     if not info.known:
-        raise UnknownRows(f"partition {partition_id!r} does not exist")
+        known: list[str] = session.call(Call(m.ListPartitions(session.next_rid())))[0].names
+        raise UnknownRows(unknown_partition(partition_id, known))
     request = m.Find(session.next_rid(), partition_id, keys, False, session.timeout_s)
     reply: m.RowSet = session.call(Call(request, wait_s=session.timeout_s))[0]
     indexes = numbers_of(reply.rows)

@@ -51,6 +51,26 @@ def test_the_newest_version_can_be_had_without_an_update(engine: str, info: dict
     assert here.roots() == [expected(2)] * 3
 
 
+def test_who_joins_while_a_difference_is_being_committed_is_given_all_of_the_version_before(site: Start) -> None:
+    here = site("tcp", anchor_every=3)
+    here.send(1)
+    one = here.receiver(2)
+    one.call("init_transfer_engine", here.init_info)
+    joined: list[int] = []
+
+    def hook(name: str, when: str) -> None:
+        if (name, when) == ("finish_weight_update", "before"):
+            joined.append(one.call("join", {"timeout_s": 5.0}))
+
+    try:
+        assert here.send(2, hook=hook).kind == "delta"
+    finally:
+        here.receivers.append(one)
+    assert joined == [1]
+    assert one.call("join", {"timeout_s": 5.0}) == 2
+    assert here.roots() == [expected(2)] * 3
+
+
 def test_peers_are_enough_when_the_trainer_is_dead(site: Start) -> None:
     here = site("tcp", anchor_every=10)
     for seed in (1, 2, 3):
@@ -67,6 +87,16 @@ def test_peers_are_enough_when_the_trainer_is_dead(site: Start) -> None:
     assert second.call("join_peers", peers, 5.0) == 3
     assert here.roots() == [expected(3)] * 2
     assert first.call("installed") == second.call("installed")
+
+
+def test_a_peer_gives_what_it_has_to_those_that_met_the_trainer_that_followed(site: Start) -> None:
+    here = site("tcp")
+    here.send(1)
+    peers = [one.call("serve_installed") for one in here.receivers]
+    here.end_trainer()
+    here.start_trainer()  # with a token of its own
+    here.end_trainer()
+    assert late(here).call("join_peers", peers, 5.0) == 1
 
 
 def test_what_one_peer_cannot_give_comes_from_others(site: Start) -> None:

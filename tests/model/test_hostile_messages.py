@@ -18,6 +18,7 @@ from transfer_queue.errors import CallerError, InvalidInput, ProtocolError, Serv
 from transfer_queue.groups import GroupPolicy
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.schema import FieldSchema
+from transfer_queue.server.connection import UNIT_REQUESTS
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.sessions import ServerSession
 from transfer_queue.storage.blocks import Unit
@@ -25,7 +26,6 @@ from transfer_queue.wire import messages as m
 from transfer_queue.wire.messages.base import Seconds
 
 ROWS = 4
-UNIT_REQUESTS = (m.Join, m.Moved, m.Gathered, m.ResolveCommits)
 FUZZ = settings(max_examples=600, derandomize=True, deadline=None, database=None,
                 suppress_health_check=list(HealthCheck))  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 3, 7, 300, 2**24 + 1, 2**31, -(2**31), 2**40, 2**40 + 1, 2**56, 2**62, 2**63 - 1, -(2**63),
@@ -74,6 +74,8 @@ STRATEGIES: dict[Any, Any] = {
         st.builds(m.ReplicaStatus, names, st.booleans(), st.none() | numbers, names, names, st.floats(),
                   st.none() | st.floats()), max_size=3),
     dict[str, int]: st.dictionaries(names, numbers),
+    list[m.WaitOverview]: st.lists(
+        st.builds(m.WaitOverview, names, names, names, raw, st.none() | st.floats(), st.floats(), names), max_size=3),
     dict[str, tuple[int, int]]: st.dictionaries(names, st.tuples(numbers, numbers), max_size=3),
 }  # fmt: skip
 
@@ -116,7 +118,7 @@ class Place:
         self.now += 0.001
         if not message.rid:
             message = msgspec.structs.replace(message, rid=self.rid)
-        if isinstance(message, UNIT_REQUESTS):
+        if type(message) in UNIT_REQUESTS:
             return self.head.of_unit(message, "host", Line(), self.now)
         session = session or self.session
         if payload:
@@ -168,6 +170,7 @@ def sample(kind: Any) -> m.Message:
         "slots": [("g", 1)], "series": "s", "consumers": ["c"], "consumer": "c", "least": 1, "most": 2, "tickets": [2],
         "finished": [m.FinishedSlot("g", 0, 0, 1.0, None, None, 5, {})], "size": 2, "min_size": 1, "kind": "infra",
         "max_open": 1, "field": "x", "replicas": [m.ReplicaStatus("a", True, 1, "1", "", 0.0, None)],
+        "waits": [m.WaitOverview("put", "", "", b"remote", 1.0, 2.0, "no room")],
         "lock": 1, "holder": {"pid": 1} if kind is m.Lock else b"", "tasks": ["t"], "step": 1,
     }  # fmt: skip
     if kind is m.Commit:

@@ -107,7 +107,7 @@ def test_a_frozen_service_is_said_to_be_and_comes_back(filled: int, run_dir: str
     with Terminal("top", "--interval", "0.2", "--address", run_dir, columns=120) as terminal:
         until(lambda: terminal.shows(f"pid {filled}"), "a frame")
         freeze(filled)
-        until(lambda: terminal.shows("looking again: no answer: the service is stopped or busy"), "its silence")
+        until(lambda: terminal.shows("looking again: no answer: the service is stopped"), "its silence")
         assert terminal.shows("1/100")  # what was seen last
         os.kill(filled, signal.SIGCONT)
         until(lambda: not terminal.shows("looking again"), "its return")
@@ -138,6 +138,23 @@ def test_a_service_that_was_killed_and_started_anew_is_shown_again(run_dir: str)
         second = stack.enter_context(served(run_dir))
         until(lambda: terminal.shows(f"pid {second.pid}"), "the next one")
         assert terminal.shows("started anew at")
+        terminal.type("q")
+        assert terminal.end() == 0
+
+
+def test_80_columns_have_room_for_a_long_address_and_for_the_remedy(run_dir: str) -> None:
+    long = run_dir + "-" * (88 - len(run_dir))  # a socket has 107
+    with Terminal("top", "--interval", "0.2", "--address", f"unix:{long}/tq.sock") as terminal:
+
+        def words() -> str:
+            terminal.read()
+            return " ".join(line.strip() for line in terminal.frame())
+
+        with served(long) as server:
+            until(lambda: f"pid {server.pid}" in words(), "a frame")
+            assert f"unix:{long}/tq.sock" in words().replace(" ", "")
+        until(lambda: "start it with `tq serve`, or name another one with --address" in words(), "what to do")
+        assert max(map(len, terminal.frame())) <= 80
         terminal.type("q")
         assert terminal.end() == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,3 +93,24 @@ def test_another_step_or_writer_is_refused(step: Any, writer: Any) -> None:
 def test_without_a_service_it_says_so() -> None:
     with pytest.raises(NotInitialized):
         log_metrics(1, Run())
+
+
+def test_the_summary_writer_of_tensorboard_has_every_value(rows: tq.TransferQueueClient, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        told = [log_metrics(step, writer, tasks=["actor"]) for step in range(2)]
+    read = EventAccumulator(str(tmp_path)).Reload()
+    for name, value in told[1].items():
+        assert [(one.step, one.value) for one in read.Scalars(name)][1] == (1, np.float32(value))
+
+
+def test_an_offline_run_of_wandb_has_every_value(rows: tq.TransferQueueClient, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(project="p", mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True)) as run:
+        for step in range(2):
+            told = log_metrics(step, run, tasks=["actor"])
+        assert {name: run.summary[name] for name in told} == told
+    wandb.teardown()  # its process

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import Child, until
-from hosts import Host
+from hosts import Host, rows
 from test_standby import DURABLE, replaced
 
 import transfer_queue as tq
+from transfer_queue.cli.frames import frame
 from transfer_queue.cli.looking import names_of
-from transfer_queue.cli.observing import rates_between
+from transfer_queue.cli.observing import Sight, rates_between
 from transfer_queue.errors import InvalidInput, UnknownRows
 from transfer_queue.page.rates import RateWindow
 from transfer_queue.page.shown import counts_of
@@ -64,7 +67,23 @@ def test_rates_count_what_is_cleared_as_soon_as_it_is_used(client: tq.TransferQu
     found = rates_between(before, after, 2.0)
     assert found.written == {("p", "x"): 1.5, ("p", "reward"): 0.5}
     assert found.consumed == {("p", "actor"): 3.0}
-    assert [rates.per_s(key) for key in (("written", "p", "x"), ("used", "p", "actor"))] == [1.5, 3.0]
+    life = after.partitions[0].life
+    assert [rates.per_s(key) for key in (("written", "p", life, "x"), ("used", "p", life, "actor"))] == [1.5, 3.0]
+
+
+def test_rates_count_all_of_a_partition_that_began_anew_between_two_looks(client: tq.TransferQueueClient) -> None:
+    rates = RateWindow()
+    looks = []
+    for at, count in ((0.0, 4), (2.0, 6)):
+        client.clear_partition("p")
+        client.put({"x": torch.ones(count, 2)}, partition_id="p")
+        client.get_meta(["x"], count, "p", task_name="actor")
+        looks.append(client.overview())
+        rates.add(at, counts_of(looks[-1]))
+    found = rates_between(*looks, 2.0)
+    assert (found.written, found.consumed) == ({("p", "x"): 3.0}, {("p", "actor"): 3.0})
+    life = looks[-1].partitions[0].life
+    assert [rates.per_s(key) for key in (("written", "p", life, "x"), ("used", "p", life, "actor"))] == [3.0, 3.0]
 
 
 def test_a_map_shows_which_rows_have_what(client: tq.TransferQueueClient) -> None:
@@ -230,3 +249,24 @@ def test_another_hosts_trainer_reports_too(start_host: Callable[..., Host]) -> N
     other = start_host(join=head.tcp)
     other.client.report_replicas([ReplicaStatus("a", True, 7, "7", "", 0.0, None)])
     assert [one.version for fleet in head.client.overview().fleets for one in fleet.replicas] == [7]
+
+
+def test_a_put_that_waits_for_room_on_another_host_is_listed(start_host: Callable[..., Host]) -> None:
+    head = start_host()
+    host = start_host(join=head.tcp, budget_nbytes=16 << 20)
+    until(lambda: head.client.stats()["units"]["1"].get("arena_nbytes_budget") == 16 << 20, "the report of the unit")
+    host.kv_put(["a"], "p", rows(1.0, 1, 3 << 20))
+    until(lambda: head.client.stats()["units"]["1"]["arena_nbytes_used"] >= 12 << 20, "the report of the put")
+    waiting = threading.Thread(target=host.kv_put, args=(["b"], "p", rows(2.0, 1, 3 << 20)))
+    waiting.start()
+    until(lambda: head.client.overview().num_waits == 1, "the put that waits")
+    found = head.client.overview()
+    (wait,) = found.waits
+    assert (wait.call, wait.session in {one.session for one in found.sessions}) == ("put", True)
+    assert re.match(r"unit 1 at 127\.0\.0\.1:\d+: \d+ bytes do not fit: ", wait.lacks)
+    assert found.server["waiting_requests"] == 1
+    top = [line.plain for line in frame(Sight("here", found, None, "", 0.0, ""), 100, 24)]
+    assert any(re.match(r"unit 1 \[#+\.+\] 1\d\.\d MiB of 16\.0 MiB at 127\.0\.0\.1:\d+", line) for line in top), top
+    head.client.clear_partition("p")
+    waiting.join(10)
+    until(lambda: head.client.overview().num_waits == 0, "the end of the wait")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +24,7 @@ from transfer_queue.errors import (
     BadManifest,
     DigestMismatch,
     InvalidInput,
+    NotSupported,
     ShapeMismatch,
     StaleVersion,
     TransferQueueError,
@@ -246,6 +248,15 @@ def test_another_dtype_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
     assert not state["a"].any()
 
 
+def test_a_tensor_whose_elements_share_memory_is_refused_and_nothing_is_copied(tmp_path: Path) -> None:
+    written(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})
+    state = {"a": torch.zeros(2), "b": torch.zeros(1).expand(2)}
+    found = fault(lambda: dcp.load(state, storage_reader=VersionReader(tmp_path)))
+    assert isinstance(found, NotSupported)
+    assert "'b'" in str(found)
+    assert not state["a"].any()
+
+
 def test_rows_that_do_not_lie_together_are_refused_as_torch_would_mix_them_up(start: Start, tmp_path: Path) -> None:
     reader = {"folder": str(written(tmp_path, state_of(5)))}
     for one in start("dim1", 2).do(do="load", before=1, reader=reader, strided=True):
@@ -299,6 +310,20 @@ def test_a_reader_needs_one_place_and_a_writer_a_name_for_the_folder(tmp_path: P
         VersionReader(tmp_path, address="tcp:127.0.0.1:1")
     with pytest.raises(InvalidInput):
         VersionWriter(tmp_path, version=1, run_id="../elsewhere")
+
+
+def test_a_version_may_have_the_number_of_an_array(tmp_path: Path) -> None:
+    writer = VersionWriter(tmp_path, version=np.int64(7), run_id="r")  # type: ignore[arg-type]
+    dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    state = {"a": torch.zeros(2)}
+    dcp.load(state, storage_reader=VersionReader(tmp_path))
+    assert torch.equal(state["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("version", [7.0, "7", None, 10**20])
+def test_a_number_that_no_version_can_have_is_refused_before_anything_is_written(tmp_path: Path, version: Any) -> None:
+    with pytest.raises(InvalidInput, match="a version"):
+        VersionWriter(tmp_path, version=version, run_id="r")
 
 
 def test_weights_are_imported_without_checkpoints(fresh_child: Callable[[str], Child]) -> None:

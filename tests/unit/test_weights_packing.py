@@ -185,6 +185,44 @@ def test_a_sharded_folder_gives_what_its_index_names(tmp_path: Path) -> None:
     assert list(found) == [*names[2:], *names[:2]]
 
 
+def save_indexed(folder: Path, weights: dict[str, torch.Tensor], files: list[str]) -> None:
+    """As savers of checkpoints do: each tensor in one of the files, by turns."""
+    where = {name: files[at % len(files)] for at, name in enumerate(sorted(weights))}
+    for file in files:
+        save_file({name: weights[name] for name in where if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def test_of_a_checkpoint_that_took_the_place_of_another_its_own_tensors_are_read(tmp_path: Path) -> None:
+    save_indexed(tmp_path, drawn(Net(), 1), ["a-of-2.safetensors", "b-of-2.safetensors"])
+    source = SafetensorsSource(tmp_path)
+    save_indexed(tmp_path, drawn(Net(), 2), ["a-of-3.safetensors", "b-of-3.safetensors", "c-of-3.safetensors"])
+    found = list(source.tensors())
+    assert same(dict(found), drawn(Net(), 2))
+    assert [name for name, _ in found] == [meta.name for meta in source.specs()]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda now: now | {"more": torch.ones(1)}, "got 'more'"),
+        (lambda now: {"steps": now["steps"]}, r"lost 'first\.bias'"),
+        (lambda now: now | {"steps": now["steps"].float()}, r"'steps' is torch\.float32 \[\]"),
+        (None, "header"),
+    ],
+)
+def test_a_folder_that_has_other_tensors_than_at_first_is_refused(tmp_path: Path, change: Any, why: str) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(drawn(Net(), 1), file)
+    source = SafetensorsSource(tmp_path)
+    if change is None:
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        save_file(change(drawn(Net(), 1)), file)
+    with pytest.raises(InvalidInput, match=why):
+        list(source.tensors())
+
+
 @pytest.mark.parametrize(
     "index",
     [

@@ -12,7 +12,7 @@ import torch
 from weights import Net, copy_of, drawn, same
 
 from transfer_queue.errors import InvalidInput, ShapeMismatch, UnsupportedValue
-from transfer_queue.weights import InPlace, ModuleSource, Receiver, StateDictSource, pack, plan
+from transfer_queue.weights import Flip, InPlace, ModuleSource, Receiver, StateDictSource, Swap, pack, plan
 from transfer_queue.weights.transport import collective, registry
 from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.pending import PendingVersion
@@ -123,6 +123,23 @@ def test_differences_need_no_second_reading_nor_do_receivers_that_lack_their_bas
         assert kinds == ["full", "delta", "delta", "full"]
         assert_read_here(source, 4)
         assert same(copy_of(module), weights)
+    finally:
+        engine.shutdown()
+        trainer.shutdown()
+
+
+@pytest.mark.parametrize("make", [InPlace, Swap])
+def test_a_receiver_that_casts_is_sent_all_of_a_version_in_place_of_a_difference(make: Any) -> None:
+    weights = drawn(Net(), 1)
+    module = Net().bfloat16()
+    engine = registry.engine("tcp")(Receiver(make(module, cast=True)))
+    info = {"anchor_every": 10}
+    trainer = registry.trainer("tcp").trainer_init(info, client=Direct(engine), source=StateDictSource(weights))
+    try:
+        trainer.send_weights(deadline_s=DEADLINE_S)
+        weights["first.weight"][0, 0] += 1
+        assert trainer.send_weights(deadline_s=DEADLINE_S).kind == "full"
+        assert torch.equal(module.first.weight, weights["first.weight"].bfloat16())
     finally:
         engine.shutdown()
         trainer.shutdown()
@@ -276,11 +293,23 @@ def test_a_nested_tensor_is_refused() -> None:
         StateDictSource({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
 
 
+def test_a_lazy_module_that_nobody_has_called_is_refused_with_what_to_do() -> None:
+    module = torch.nn.LazyLinear(2)
+    with pytest.raises(UnsupportedValue, match="'weight' has no shape yet"):
+        ModuleSource(module)
+    module(torch.ones(1, 3))
+    assert dict(ModuleSource(module).tensors())["weight"].shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("mistaken", "named"),
     [
         (lambda net, engine: StateDictSource(net), r"ModuleSource\(module\)"),
         (lambda net, engine: ModuleSource(net.state_dict()), r"a torch\.nn\.Module is expected, got a OrderedDict"),
+        (lambda net, engine: StateDictSource(net.named_parameters()), r"got a generator: give dict\(\.\.\)"),
+        (lambda net, engine: StateDictSource({3: torch.ones(1)}), "called by texts, not by 3"),  # type: ignore[dict-item]
+        (lambda net, engine: ModuleSource(net, rename=["first"]), "rename is a list: give a map"),  # type: ignore[arg-type]
+        (lambda net, engine: Flip(net, None), "a torch.nn.Module is expected, got a NoneType"),  # type: ignore[arg-type]
         (lambda net, engine: InPlace(net.state_dict()), r"a torch\.nn\.Module is expected"),
         (lambda net, engine: Receiver(net), r"a target is expected, such as Swap\(module\), got a Net"),
         (lambda net, engine: engine.trainer_init({}, client="", source=net), r"source is a Net: give Module"),

@@ -192,6 +192,14 @@ def test_a_model_without_memory_is_refused(make_target: Callable[[torch.nn.Modul
         receiver.open(full(drawn(Net(), 1), 1).manifest, 1)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lazy_model_that_nobody_has_called_is_refused_with_what_to_do(mode: str) -> None:
+    sent = full({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, 1)
+    targets_of = {"flip": lambda lazy: Flip(lazy, torch.nn.LazyLinear(2))}
+    with pytest.raises(NotSupported, match="lazy: call that once"):
+        Receiver(targets_of.get(mode, MODES[mode])(torch.nn.LazyLinear(2))).open(sent.manifest, 1)
+
+
 def test_in_place_keeps_addresses_and_swap_keeps_parameters() -> None:
     for make, kept in ((InPlace, True), (Swap, False)):
         module = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 LACK_LINES = 2  # of the words that say what a request lacks
 NO_RATES = Rates(0.0, {}, {})
 BAR = 20
+MAX_UNITS = 4
+MEMORY = (("arena", "used"), ("arena", "budget"), ("spill", "used"))
 
 
 class FrameSection(NamedTuple):
@@ -31,7 +34,7 @@ def frame(sight: Sight, width: int, height: int) -> list[Text]:
     """The lines, at most `height` of at most `width` columns."""
     from rich.text import Text
 
-    lines = _head(sight)
+    lines = _head(sight, width)
     if sight.overview is not None:
         sections = [one for one in _sections(sight, width) if one.lines]
         room = height - len(lines) - 1 - sum(2 for _ in sections)
@@ -45,32 +48,50 @@ def frame(sight: Sight, width: int, height: int) -> list[Text]:
     return lines
 
 
-def _head(sight: Sight) -> list[Text]:
+def _head(sight: Sight, width: int) -> list[Text]:
     from rich.text import Text
 
     where = harmless(sight.address) or "no service"
-    lines = [Text.assemble(("tq top  ", "bold"), (f"{sight.note}  " if sight.note else "", "yellow"), where)]
+    lines = [Text.assemble(("tq top  ", "bold"), (sight.note, "yellow"))]
+    if lines[0].cell_len + 2 + len(where) <= width:
+        lines[0].append(f"  {where}" if sight.note else where)
+    else:
+        lines += map(Text, _wrapped(where, width))
     if sight.trouble:
         text = f"nothing seen for {seconds(sight.silent_s)}, looking again: {harmless(sight.trouble)}"
-        lines.append(Text(text, style="bold red"))
+        lines += [Text(line, style="bold red") for line in _wrapped(text, width)]  # the last ones say what to do
     if sight.overview is not None:
         lines += _counts(sight.overview, sight.rates or NO_RATES)
     return lines
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    """Addresses are cut where a line ends and nowhere else, so that they can be copied."""
+    return textwrap.wrap(text, max(20, width), break_on_hyphens=False)
+
+
 def _counts(seen: m.ServiceOverview, rates: Rates) -> list[Text]:
     from rich.text import Text
 
-    server = seen.server
+    server, units = seen.server, list(seen.server["units"].items())
     weights = "none yet" if seen.weight_version is None else f"version {seen.weight_version}"
-    used, budget = server["arena_nbytes_used"], server["arena_nbytes_budget"]
-    full = round(BAR * min(1.0, used / budget)) if budget else 0
-    spilled = f", {size(server['spill_nbytes_used'])} on disk" if server["spill_nbytes_used"] else ""
     busy = f"{rates.requests:,.0f} requests/s, {server['clients']} clients, {seen.num_waits} waiting"
     return [
         Text(f"pid {server['pid']}, {server['rows']:,} rows, {busy}, {seen.num_leases} leases"),
-        Text(f"memory [{'#' * full}{'.' * (BAR - full)}] {size(used)} of {size(budget)}{spilled}; weights {weights}"),
+        Text(f"memory {_memory(server)}; weights {weights}"),
+        *(Text(f"unit {number} {_memory(one)} at {harmless(one['address'])}") for number, one in units[:MAX_UNITS]),
+        *([Text(f"and {len(units) - MAX_UNITS} more units")] if len(units) > MAX_UNITS else []),
     ]
+
+
+def _memory(server: dict[str, Any]) -> str:
+    """Of one server; a unit that is away or has only just joined has not told."""
+    if "arena_nbytes_used" not in server:
+        return "is away" if server["away"] else "has not told"
+    used, budget, spilled = (server[f"{name}_nbytes_{of}"] for name, of in MEMORY)
+    full = round(BAR * min(1.0, used / budget)) if budget else 0
+    disk = f", {size(spilled)} on disk" if spilled else ""
+    return f"[{'#' * full}{'.' * (BAR - full)}] {size(used)} of {size(budget)}{disk}"
 
 
 def _sections(sight: Sight, width: int) -> list[FrameSection]:

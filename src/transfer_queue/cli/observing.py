@@ -9,8 +9,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from transfer_queue.cli.attaching import remedied
 from transfer_queue.errors import DeadlineExceeded, TransferQueueError, error_from_code
 
 if TYPE_CHECKING:
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 MOST = 64  # waiting requests and leases
 PATIENCE_S = 1.0
 STILL_S = 1.5  # an answer that takes longer is told of
-STILL = "no answer: the service is stopped or busy"
+STILL = "no answer: the service is stopped (SIGCONT wakes it) or busy"
 FOREVER_S = 1e6
+Counts: TypeAlias = dict[tuple[str, str, int], int]  # by partition, its field or task, and its life
 
 
 class Rates(NamedTuple):
-    """A second's changes, by (partition, field) and (partition, task): rows that were written and used, but for those
-    that were cleared in the same second. `requests` of all clients."""
+    """A second's changes, by (partition, field) and (partition, task): rows that were written and used, cleared ones
+    too, but for what a partition got between the last look and its end. `requests` of all clients."""
 
     requests: float
     written: dict[tuple[str, str], float]
@@ -98,7 +100,8 @@ class Observer:
 
     def _look(self) -> None:
         try:
-            self._ask(self._connection or self._attach())
+            with remedied():
+                self._ask(self._connection or self._attach())
             self._trouble = ""
         except DeadlineExceeded:  # of a greeting
             self._trouble = STILL
@@ -142,25 +145,25 @@ class Observer:
 
 
 def rates_between(before: m.ServiceOverview, after: m.ServiceOverview, seconds: float) -> Rates:
-    """By how much counts grew, per second. One that fell, for its partition began anew, is as one that stood still."""
+    """By how much counts grew, per second. A partition that began anew is one that was not there before."""
 
-    def grown(old: dict[tuple[str, str], int], new: dict[tuple[str, str], int]) -> dict[tuple[str, str], float]:
-        return {name: max(0, count - old.get(name, 0)) / seconds for name, count in new.items()}
+    def grown(old: Counts, new: Counts) -> dict[tuple[str, str], float]:
+        return {key[:2]: max(0, count - old.get(key, 0)) / seconds for key, count in new.items()}
 
     requests = max(0, after.server["requests"] - before.server["requests"]) / seconds
     return Rates(requests, grown(_written(before), _written(after)), grown(_consumed(before), _consumed(after)))
 
 
-def _written(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
+def _written(seen: m.ServiceOverview) -> Counts:
     return {
-        (part.name, field.name): count
+        (part.name, field.name, part.life): count
         for part in seen.partitions
         for field, count in zip(part.fields, part.written_in_all, strict=True)
     }
 
 
-def _consumed(seen: m.ServiceOverview) -> dict[tuple[str, str], int]:
-    return {(part.name, task.name): task.consumed_in_all for part in seen.partitions for task in part.tasks}
+def _consumed(seen: m.ServiceOverview) -> Counts:
+    return {(part.name, task.name, part.life): task.consumed_in_all for part in seen.partitions for task in part.tasks}
 
 
 class Bell:

@@ -406,6 +406,7 @@ class Controller:
         """Create a partition about to get `count` rows."""
         self._check_room(count)
         table = self.tables[name] = Table(name, self.lineage.loads, self.state.ledger, self.state.units_away)
+        table.life = self.state.next_index
         if self.reserved_rows:
             table.arrivals.note(self.state.next_index, self._leases.now)
             table.reserve(self.state.next_index, self.reserved_rows)

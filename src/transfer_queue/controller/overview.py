@@ -114,7 +114,7 @@ class Overviews:
         schema = [field.schema for field in fields]
         return m.PartitionOverview(
             table.name, table.num_rows, table.declared, table.metadata, schema, written, tasks, len(table.lost),
-            table.cleared, table.cleared_cells.tolist(),
+            table.cleared, table.cleared_cells.tolist(), table.life,
         )  # fmt: skip
 
     def _task(self, table: Table, name: str, task: Task) -> m.TaskOverview:

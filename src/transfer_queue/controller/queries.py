@@ -16,7 +16,7 @@ from transfer_queue.controller.readiness import Slots
 from transfer_queue.controller.status import status, unknown
 from transfer_queue.controller.table import Table, rows_bytes
 from transfer_queue.errors import RowCleared, UnknownRows
-from transfer_queue.names import hint
+from transfer_queue.names import hint, unknown_partition
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import indexes_of
 
@@ -143,7 +143,7 @@ class Queries:
         try:
             return self._tables[name]
         except KeyError:
-            raise UnknownRows(f"partition {name!r} does not exist") from None
+            raise UnknownRows(unknown_partition(name, self._tables)) from None
 
 
 def known_slots(table: Table, indexes: NDArray[Any]) -> Slots:

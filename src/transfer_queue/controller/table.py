@@ -82,6 +82,7 @@ class Table:
         self.num_alive = 0
         self.cleared = 0  # rows that were there and are cleared, since `begin_round`
         self.cleared_cells: CellCounts = np.zeros(0, np.int64)  # by field
+        self.life = -1  # the index of the row that was to come next as it began; -1 for one that was loaded
         self.over = 0  # how many of those that were there since then are of rounds that are over: the others come after
         self.index: NDArray[np.int64] = np.zeros(MIN_CAPACITY, np.int64)
         self.alive: Flags = np.zeros(MIN_CAPACITY, np.bool_)
@@ -205,8 +206,7 @@ class Table:
             self.names[slot] = key
 
     def clear(self, slots: Slots, count: bool = True) -> Released:
-        """Remove live rows; returns the cells that are gone by block. Those that somebody claimed `count` as rows that
-        were there."""
+        """Remove live rows; returns the cells that are gone by block. Claimed ones `count` as rows that were there."""
         num_rows = self.num_rows
         self.cleared_cells = counted(self.cleared_cells, self.cells[: len(self.fields)], slots)
         released = self.release(slots, list(range(len(self.fields))))

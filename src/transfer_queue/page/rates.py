@@ -1,4 +1,4 @@
-"""What changed per second, from several overviews. A count that fell (its partition began anew) adds nothing."""
+"""What changed per second, from several overviews. A count that fell adds nothing."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def counts_of(overview: ServiceOverview) -> dict[Hashable, int]:
     counts: dict[Hashable, int] = {"requests": int(overview.server.get("requests", 0))}
     for partition in overview.partitions[: 10 * MAX_PARTITIONS]:
         for field, written in zip(partition.fields[:MAX_FIELDS], partition.written_in_all, strict=False):
-            counts["written", partition.name, field.name] = written
+            counts["written", partition.name, partition.life, field.name] = written
         for task in partition.tasks[:MAX_TASKS]:
-            counts["used", partition.name, task.name] = task.consumed_in_all
+            counts["used", partition.name, partition.life, task.name] = task.consumed_in_all
     return counts
 
 
@@ -96,7 +96,7 @@ def partition(found: PartitionOverview, rates: RateWindow) -> Values:
         "fields": [
             {
                 "name": printable(field.name), "type": type_of(field), "written": written,
-                "per_s": rates.per_s(("written", found.name, field.name)),
+                "per_s": rates.per_s(("written", found.name, found.life, field.name)),
             }
             for field, written in fields
         ],
@@ -111,14 +111,14 @@ def _task(found: PartitionOverview, task: TaskOverview, rates: RateWindow) -> Va
         "id": ident(task.name), "name": printable(task.name), "leased": task.leased, "kept": task.kept,
         "consumed": task.consumed, "returned": task.returned, "dead": task.dead, "max_age": task.max_age,
         "stale": task.stale, "ready": max((view.ready for view in views), default=0),
-        "oldest_s": max(oldest, default=None), "per_s": rates.per_s(("used", found.name, task.name)),
+        "oldest_s": max(oldest, default=None), "per_s": rates.per_s(("used", found.name, found.life, task.name)),
     }  # fmt: skip
 
 
 def rates_of(found: PartitionOverview, rates: RateWindow) -> tuple[float, float]:
     """Cells written and rows consumed per second, in all."""
-    written = sum(rates.per_s(("written", found.name, field.name)) for field in found.fields[:MAX_FIELDS])
-    return written, sum(rates.per_s(("used", found.name, task.name)) for task in found.tasks[:MAX_TASKS])
+    written = sum(rates.per_s(("written", found.name, found.life, field.name)) for field in found.fields[:MAX_FIELDS])
+    return written, sum(rates.per_s(("used", found.name, found.life, task.name)) for task in found.tasks[:MAX_TASKS])
 
 
 def lanes(fields: Sequence[str], tasks: Sequence[str], found: Values | None) -> Values:

@@ -46,7 +46,7 @@ HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
 LAST_READS = 64  # of a peer that is gone: more than its socket holds
 HELLO_HEADER_NBYTES = 4096
-UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits})
+UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits, m.ReportUnit})
 # What is asked for that lasts where there is a journal; and answers to parked requests that say nothing of the kind.
 LASTING = (m.MUTATING | {m.Join, m.ResolveCommits}) - {m.Allocate, m.Lock, m.Unlock, m.Moved, m.Gathered}
 PASSING = frozenset({m.Allocated, m.Locked, m.Failed, m.Located})

@@ -114,6 +114,9 @@ class ControllerNode:
                     return joined
                 case _ if not unit:
                     return m.Failed(message.rid, "row_cleared", "this unit has joined again over another connection")
+                case m.ReportUnit():
+                    self.members.reported(unit, message, now)
+                    return m.Done(message.rid)
                 case m.ResolveCommits():
                     resolved = self.members.resolve(message, unit)
                     self.controller.refuse_commits(numbers_of(resolved.numbers))

@@ -302,7 +302,7 @@ class Service:
             raise LeaseExpired("the session that would hold the rows has ended")
         reply = self.controller.handle(message, ticket, session.ident, now)
         if isinstance(message, m.DescribeService) and isinstance(reply, m.ServiceOverview):
-            self.unit.describe_waiting(reply, message.most, now)
+            self.members.describe_waits(reply, self.unit, message.most, now)
         if isinstance(message, m.Fetch) and (message.locate or message.carry):
             if reply is None:
                 self._data_fetches.park(message, session, ticket, now)
@@ -483,7 +483,7 @@ class Service:
             "takeovers": self.takeovers,
             "tcp": self.tcp,
             "unit": self.unit.number,
-            "waiting_requests": control["waiting_requests"] + self.unit.num_waiting,
+            "waiting_requests": control["waiting_requests"] + self.unit.num_waiting + self.members.num_waits,
             "requests": self.num_requests,
             "clients": len(self.sessions.by_ident),
             "units": self.members.statistics(),

@@ -34,6 +34,8 @@ log = logging.getLogger("transfer_queue.server")
 CONNECT_S = 5.0
 REPLY_S = 10.0
 AGAIN_S = 0.25
+REPORT_S = 1.0
+MAX_TOLD = 64  # of those who wait for room
 TAKEN_S = 2.0  # for so long a unit that starts is refused where the one before it may not be known to be gone
 
 
@@ -172,7 +174,7 @@ class StorageNode:
     async def stay(self) -> None:
         """Join again whenever the connection is lost; never returns."""
         while True:
-            await self._lost.wait()
+            await self._report_until_lost()
             if self._connection is not None:
                 log.warning("lost the controller at %s", self._controller)
             while self._lost.is_set():  # a standby may listen already
@@ -183,6 +185,23 @@ class StorageNode:
                     log.info("cannot join: %s", error)
                     self._lost.set()
                     await asyncio.sleep(AGAIN_S)
+
+    async def _report_until_lost(self) -> None:
+        """Tell how this unit is, for those who look at the service. What did not change is told once."""
+        told = None
+        while not self._lost.is_set():
+            unit, now = self.service.unit, time.monotonic()
+            counts = {
+                "arena_nbytes_used": unit.used_nbytes, "arena_nbytes_budget": unit.budget_nbytes,
+                "spill_nbytes_used": unit.spilled_nbytes, "spill_nbytes_budget": unit.spill.budget_nbytes,
+            }  # fmt: skip
+            report = counts, unit.num_waiting, unit.waits(MAX_TOLD, now)
+            if report != told:
+                with contextlib.suppress(TransferQueueError):  # then it is told a second later, or is lost
+                    await self._ask(m.ReportUnit(self._next_rid(), *report))
+                    told = report
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), REPORT_S)
 
     def _answered(self) -> None:
         """The controller answered: its answers take effect here before they are passed on."""

@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from transfer_queue.controller.controller import GIVEN_UP
 from transfer_queue.errors import InvalidInput, ServiceUnavailable
+from transfer_queue.storage.blocks import Unit
 from transfer_queue.wire import messages as m
 from transfer_queue.wire.arrays import numbers_of
 
 RETURN_S = 3.0
+NOTHING_YET = m.ReportUnit(0, {}, 0, [])
 MAX_REFUSED = 1 << 16
 
 
@@ -42,11 +45,14 @@ class UnitInfo:
         self.away_s = 0.0
         self.lasts = self.returns = False
         self.line: UnitConnection | None = None
+        self.report = NOTHING_YET  # the last one, of when its connection was there
+        self.reported_at = 0.0
         self.left_at = 0.0  # since when it is away
         self.is_expected = False  # it is away, and will be there in a moment
 
     def leave(self, now: float, returns: bool) -> None:
         self.line, self.left_at, self.is_expected = None, now, returns
+        self.report = NOTHING_YET
 
     def is_due(self, now: float) -> bool:
         deadline = self.deadline
@@ -245,8 +251,37 @@ class UnitRegistry:
             found[unit] = member.address
         return found
 
+    # what they tell of themselves
+
+    def reported(self, unit: int, report: m.ReportUnit, now: float) -> None:
+        member = self._members[unit]
+        member.report, member.reported_at = report, now
+
+    @property
+    def num_waits(self) -> int:
+        """Puts that waited for room in a unit when it told so last."""
+        return sum(one.report.num_waits for one in self._members.values())
+
+    def describe_waits(self, overview: m.ServiceOverview, own: Unit, most: int, now: float) -> None:
+        """Add who waits for room here and in these units, as far as the list of `most` requests goes."""
+        overview.num_waits += own.num_waiting + self.num_waits
+        found = own.waits(most, now)
+        for one in self._members.values():
+            since_s = now - one.reported_at
+            found += [
+                msgspec.structs.replace(
+                    wait, waited_s=None if wait.waited_s is None else wait.waited_s + since_s,
+                    left_s=max(0.0, wait.left_s - since_s), lacks=f"unit {one.number} at {one.address}: {wait.lacks}",
+                )
+                for wait in one.report.waits[:most]
+            ]  # fmt: skip
+        overview.waits += found[: max(0, most - len(overview.waits))]
+
     def statistics(self) -> dict[str, Any]:
-        return {str(one.number): {"address": one.address, "away": one.line is None} for one in self._members.values()}
+        return {
+            str(one.number): {**one.report.counts, "address": one.address, "away": one.line is None}
+            for one in self._members.values()
+        }
 
 
 def unit_of(block: int) -> int:

@@ -25,7 +25,6 @@ from transfer_queue.wire.messages import (
     InEngine,
     Piece,
     Reply,
-    ServiceOverview,
     Waiting,
     WaitOverview,
 )
@@ -467,14 +466,16 @@ class Unit:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def describe_waiting(self, overview: ServiceOverview, most: int, now: float) -> None:
-        """Add who waits for room, as far as the list of `most` requests goes. What a put writes to is not known yet."""
-        overview.num_waits += len(self._waiting)
+    def waits(self, most: int, now: float) -> list[WaitOverview]:
+        """The first `most` of those who wait for room. What a put writes to is not known yet."""
         pinned = self._pinned_nbytes() if self._waiting else 0
-        for one in itertools.islice(self._waiting, max(0, most - len(overview.waits))):
-            waited_s = None if one.since is None else now - one.since
-            lacks = self._lack(one.message.nbytes, pinned)
-            overview.waits.append(WaitOverview("put", "", "", one.session, waited_s, one.deadline - now, lacks))
+        return [
+            WaitOverview(
+                "put", "", "", one.session, None if one.since is None else now - one.since, one.deadline - now,
+                self._lack(one.message.nbytes, pinned),
+            )
+            for one in itertools.islice(self._waiting, most)
+        ]  # fmt: skip
 
     def next_deadline(self) -> float | None:
         return self._waiting.next_deadline()

@@ -30,6 +30,7 @@ from transfer_queue.errors import (
     VersionGone,
 )
 from transfer_queue.weights.dcp.origins import FolderOrigin, Origin, TrainerOrigin
+from transfer_queue.weights.receive.slots import writable
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport.version_folders import LATEST, MANIFEST
 from transfer_queue.weights.version.boxes import Box, whole, within
@@ -156,6 +157,11 @@ class VersionReader(StorageReader):
             raise ShapeMismatch(
                 f"{item.dest_index.fqn!r} is {held.dtype} {list(item.lengths)} in the version, and {target.dtype} "
                 f"{list(target.shape)} in the state dict: convert it after loading"
+            )
+        if not writable(target):
+            raise NotSupported(
+                f"elements of {item.dest_index.fqn!r} share memory, as after expand: it takes no values one by one; "
+                "give it memory of its own (clone)"
             )
         return target
 

@@ -21,6 +21,7 @@ from torch.futures import Future
 from transfer_queue.codec.dtypes import dtype_name
 from transfer_queue.errors import InvalidInput, NotSupported, ServiceUnavailable, StaleVersion, UnsupportedValue
 from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.version_folders import (
     MANIFEST,
     TEMPORARY,
@@ -76,11 +77,11 @@ class VersionWriter(StorageWriter):
     def __init__(
         self, folder: str | os.PathLike[str], *, version: int, run_id: str, bucket_nbytes: int = BUCKET_NBYTES
     ) -> None:
-        if version < 0 or bucket_nbytes < 1:
+        self._version, self._run_id = checked_version(version), run_id
+        if self._version < 0 or bucket_nbytes < 1:
             raise InvalidInput(f"version {version}, in buckets of {bucket_nbytes} bytes")
         self._root = Path(folder)
-        self._version, self._run_id = version, run_id
-        self._name = version_name(version, run_id)
+        self._name = version_name(self._version, run_id)
         self._bucket_nbytes = bucket_nbytes
         self._temporary: Path | None = None
         self._lease = contextlib.ExitStack()

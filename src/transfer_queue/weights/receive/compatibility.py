@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from transfer_queue.codec.dtypes import dtype_name, torch_dtype
 from transfer_queue.errors import Incomplete, NotSupported, ShapeMismatch, UnknownTensor
 from transfer_queue.weights.version.manifest import Contents
-from transfer_queue.weights.version.sources import ties
+from transfer_queue.weights.version.sources import LAZY, ties
 
 
 def check_fits(contents: Contents, slots: Mapping[str, torch.Tensor], strict: bool, cast: bool) -> None:
-    """Raise unless it does: `UnknownTensor`, `ShapeMismatch` (also of ties), `NotSupported` (a model on meta), and, if
-    `strict`, `Incomplete`. `cast`: floating dtypes may differ."""
+    """Raise unless it does: `UnknownTensor`, `ShapeMismatch` (also of ties), `NotSupported` (a model on meta, or a lazy
+    one), and, if `strict`, `Incomplete`. `cast`: floating dtypes may differ."""
+    expect_shaped(slots)
     same = ties(slots)
     _check_known(contents, slots, cast)
     held: dict[str, tuple[str, str]] = {}
@@ -29,6 +31,13 @@ def check_fits(contents: Contents, slots: Mapping[str, torch.Tensor], strict: bo
     missing = {same.get(name, name) for name in slots} - set(held)
     if strict and missing:
         raise Incomplete(f"the version lacks {len(missing)} tensors of the model, such as {min(missing)!r}")
+
+
+def expect_shaped(slots: Mapping[str, torch.Tensor]) -> None:
+    """`NotSupported` for a lazy module that nobody has called yet."""
+    name = next((name for name, slot in slots.items() if is_lazy(slot)), None)
+    if name is not None:
+        raise NotSupported(f"{name!r} {LAZY}")
 
 
 def once(staged: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:

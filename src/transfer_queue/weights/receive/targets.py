@@ -24,10 +24,10 @@ from transfer_queue.errors import (
     DeadlineExceeded,
     InvalidInput,
     NotSupported,
-    ShapeMismatch,
+    StaleBase,
 )
 from transfer_queue.memory.handles import synchronize
-from transfer_queue.weights.receive.compatibility import alike, check_fits, kinds, once
+from transfer_queue.weights.receive.compatibility import alike, check_fits, expect_shaped, kinds, once
 from transfer_queue.weights.receive.lock import SharedLock
 from transfer_queue.weights.receive.slots import Place, Slots, places_of, replacement, within_parameters, writable
 from transfer_queue.weights.receive.stand_ins import Exchange
@@ -88,7 +88,7 @@ class Target(ABC):
     @abstractmethod
     def bases(self) -> Mapping[str, Any]:
         """The live tensors, or the pieces of them that are here (`pieces.Pieces`), which differences apply to.
-        `ShapeMismatch` when their bytes may not be those received."""
+        `StaleBase` when their bytes may not be those received."""
 
     @abstractmethod
     def prepare(self, staged: Mapping[str, Any]) -> Any:
@@ -138,7 +138,7 @@ class _ModuleTarget(Target):
 
     def bases(self) -> Tensors:
         if self._cast:
-            raise ShapeMismatch("a target that casts has no base for differences: send a full version")
+            raise StaleBase("a target that casts has no base for differences: send a full version")
         return named_weights(self._module)
 
     def reading(self, timeout_s: float) -> AbstractContextManager[Live]:
@@ -339,7 +339,9 @@ class Flip(_ModuleTarget):
         self, module: torch.nn.Module, spare: torch.nn.Module, *, strict: bool = True, cast: bool = False
     ) -> None:
         super().__init__(module, strict=strict, cast=cast)
+        check_module(spare)
         mine, other = named_weights(module), named_weights(spare)
+        expect_shaped({**mine, **other})
         if {tensor.data_ptr() for tensor in mine.values()} & {tensor.data_ptr() for tensor in other.values()} - {0}:
             raise InvalidInput("the two modules share weights")
         if ties(mine) != ties(other) or kinds(mine) != kinds(other):

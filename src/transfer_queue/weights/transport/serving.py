@@ -82,7 +82,7 @@ class WeightServer:
     ) -> None:
         if not token:
             raise InvalidInput("a server of weights needs a token")
-        self._token = token
+        self.token = token
         self._store = store
         self._wants, self._ranks, self._tracker = wants, ranks, tracker
         self._max_nbytes = {  # that a peer may bring; nothing with other messages
@@ -119,7 +119,7 @@ class WeightServer:
                     raise AccessDenied("a peer of another user")
             else:
                 tune(sock)
-            admit(stream, p.PROTOCOL, self._token, HELLO_TIMEOUT_S, enter)
+            admit(stream, p.PROTOCOL, self.token, HELLO_TIMEOUT_S, enter)
             stream.max_nbytes = lambda message: self._max_nbytes.get(type(message), 0)
             most = at_most(max(self._max_nbytes.values()))
             while True:

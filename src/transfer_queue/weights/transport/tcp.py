@@ -320,7 +320,9 @@ class TcpTrainer(TrainerEngine):
         return self._plan[1]
 
     def _decide(self, manifest: Manifest) -> None:
-        self.store.decide(manifest)
+        """Who comes late while a difference is being committed is given the whole version before it (`_keep`)."""
+        if manifest.kind != "delta":
+            self.store.decide(manifest)
         self._end(manifest)
 
     def _withdraw(self, manifest: Manifest) -> None:
@@ -365,6 +367,8 @@ class TcpEngine(Engine):
     def _connect(self, info: TcpInfo) -> None:
         self._control.close()
         self._token, self._streams, self._stall_s = info.token, info.streams, info.stall_s
+        if self._serving is not None and info.token and not self._peers_token:
+            self._serving.token = info.token  # which others have from this trainer too
         where = [p.address_of(one, info.token) for one in (info.address, *info.addresses) if one]
         self._control.address = where[0] if where else None
         if where:
@@ -427,8 +431,8 @@ class TcpEngine(Engine):
     def serve_installed(self, host: str = "127.0.0.1", port: int = 0, token: str = "") -> str:
         """Give what is installed, now and later, to other replicas, until `shutdown`; the address to give them.
 
-        A bucket is copied out of the live weights between commits, and checked: weights that were changed since are
-        not sent."""
+        `token`: theirs; by default that of the trainer that was met last. A bucket is copied out of the live weights
+        between commits, and checked: weights that were changed since are not sent."""
         if self._serving is None:
             self._peers_token = token
             listening, self._served_at = listen_tcp(host, port)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn.parameter import is_lazy
 
 from transfer_queue.errors import InvalidInput, UnknownTensor, UnsupportedValue
 from transfer_queue.weights.version.boxes import whole
@@ -18,6 +19,7 @@ from transfer_queue.weights.version.shard_table import ShardTable
 from transfer_queue.weights.version.sharded import Held, TensorShard, held_of, is_sharded, local_of
 
 SHARDED = "have every rank send its own (tcp, with `rank`, `world` and `meet`), or give full_tensor()"
+LAZY = "has no shape yet, its module is lazy: call that once before"
 EXTRA_STATE = "_extra_state"  # what torch's `Module.get_extra_state` gives; not weights
 COMPILED = "_orig_mod"  # what torch.compile calls the module within
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
@@ -95,6 +97,9 @@ class StateDictSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rename: Rename | None = None) -> None:
         if isinstance(tensors, torch.nn.Module):
             raise InvalidInput("a mapping of tensors is expected, got a module: give ModuleSource(module)")
+        if not callable(getattr(tensors, "items", None)):
+            text = f"a mapping of tensors is expected, got a {type(tensors).__name__}"
+            raise InvalidInput(f"{text}: give dict(..) of pairs of names and tensors")
         for name, tensor in tensors.items():
             check_plain(name, local_of(tensor) if is_sharded(tensor) else tensor)
         self._called = called = new_names(list(tensors), rename)
@@ -209,43 +214,55 @@ class Once:
 class SafetensorsSource:
     """The tensors of a folder: those its index names, or its only *.safetensors file. Mapped, never all in memory.
 
-    `rename` says what they are to be called (see `new_names`)."""
+    Another checkpoint may take the place of the one before: the folder is looked at whenever tensors are read. Names,
+    dtypes and shapes stay what they were at first: reading raises `InvalidInput` when the folder has others, or cannot
+    be read. Its files are to be replaced, not written to: of a mapped one that is cut short the system ends the reader.
+    `rename` says what tensors are to be called (see `new_names`)."""
 
     def __init__(self, folder: str | Path, *, rename: Rename | None = None) -> None:
         self._folder = Path(folder)
-        self._names: list[tuple[Path, str]] = []
-        self._specs: list[TensorMeta] = []
-        for file, wanted in sorted(_shards(self._folder).items()):
-            try:
-                self._read_header(self._folder / file, wanted)
-            except (SafetensorError, OSError) as error:
-                raise InvalidInput(f"{self._folder / file}: {error}") from None
-        called = new_names([spec.name for spec in self._specs], rename)
-        self._specs = [spec._replace(name=called[spec.name]) for spec in self._specs]
-
-    def _read_header(self, path: Path, wanted: set[str] | None) -> None:
-        with safe_open(path, framework="pt") as file:
-            names = sorted(file.keys())
-            if wanted is not None and not wanted <= set(names):
-                raise InvalidInput(f"{path} lacks {sorted(wanted - set(names))[:3]}, which the index names")
-            for name in names:
-                if wanted is None or name in wanted:
-                    found = file.get_slice(name)
-                    self._specs.append(TensorMeta(name, _dtype(name, found.get_dtype()), tuple(found.get_shape())))
-                    self._names.append((path, name))
+        with contextlib.ExitStack() as files:
+            self._found = {name: meta for name, (meta, _) in _opened(self._folder, files).items()}
+        self._called = new_names(list(self._found), rename)
 
     def specs(self) -> list[TensorMeta]:
-        return list(self._specs)
+        return [meta._replace(name=self._called[name]) for name, meta in self._found.items()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        called = iter(self._specs)
-        for path, found in itertools.groupby(self._names, key=lambda one: one[0]):
-            with safe_open(path, framework="pt") as file:
-                for _, name in found:
-                    yield next(called).name, file.get_tensor(name)
+        with contextlib.ExitStack() as files:
+            now = _opened(self._folder, files)
+            if now.keys() != self._found.keys():
+                other = min(now.keys() ^ self._found.keys())
+                text = f"{self._folder} {'got' if other in now else 'lost'} {other!r}"
+                raise InvalidInput(f"{text} since its source was made")
+            for name, before in self._found.items():
+                meta = now[name][0]
+                if meta != before:
+                    text = f"{name!r} is {meta.dtype} {list(meta.shape)} in {self._folder}, and was {before.dtype}"
+                    raise InvalidInput(f"{text} {list(before.shape)} when its source was made")
+            for name, called in self._called.items():
+                yield called, now[name][1].get_tensor(name)
 
     def aliases(self) -> dict[str, str]:
         return {}
+
+
+def _opened(folder: Path, files: contextlib.ExitStack) -> dict[str, tuple[TensorMeta, Any]]:
+    """Each tensor of a folder, and the file that has it, which is open until `files` ends, whatever takes its place."""
+    found = {}
+    for file, wanted in sorted(_shards(folder).items()):
+        path = folder / file
+        try:
+            opened = files.enter_context(safe_open(path, framework="pt"))
+            names = sorted(opened.keys())
+            if wanted is not None and not wanted <= set(names):
+                raise InvalidInput(f"{path} lacks {sorted(wanted - set(names))[:3]}, which the index names")
+            for name in names if wanted is None else sorted(wanted):
+                part = opened.get_slice(name)
+                found[name] = TensorMeta(name, _dtype(name, part.get_dtype()), tuple(part.get_shape())), opened
+        except (SafetensorError, OSError) as error:
+            raise InvalidInput(f"{path}: {error}") from None
+    return found
 
 
 def shards_of(specs: Iterable[TensorMeta]) -> list[TensorShard]:
@@ -345,6 +362,11 @@ def new_names(names: Sequence[str], rename: Rename | None) -> dict[str, str]:
     `UnknownTensor` when the map has a name that is not there, `InvalidInput` when two would be called the same, or a
     name is no text.
     """
+    strange = next((name for name in names if not isinstance(name, str)), None)
+    if strange is not None:
+        raise InvalidInput(f"tensors are called by texts, not by {strange!r}")
+    if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+        raise InvalidInput(f"rename is a {type(rename).__name__}: give a map from old names to new ones, or a function")
     plain = {name: _within(name, ()) for name in names}
     if len(set(plain.values())) < len(plain):
         plain = {name: name for name in names}
@@ -410,6 +432,8 @@ def check_plain(name: str, tensor: object) -> None:
     """`UnsupportedValue` for what is no dense tensor with memory."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedValue(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if is_lazy(tensor):
+        raise UnsupportedValue(f"{name!r} {LAZY}")
     is_dense = type(tensor.data) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
     if not is_dense or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedValue(f"{name!r} is not a plain dense tensor with memory ({type(tensor.data).__name__})")

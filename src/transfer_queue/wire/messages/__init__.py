@@ -221,12 +221,13 @@ from transfer_queue.wire.messages.units import GatherRows as GatherRows
 from transfer_queue.wire.messages.units import Join as Join
 from transfer_queue.wire.messages.units import Joined as Joined
 from transfer_queue.wire.messages.units import Moved as Moved
+from transfer_queue.wire.messages.units import ReportUnit as ReportUnit
 from transfer_queue.wire.messages.units import ResolveCommits as ResolveCommits
 from transfer_queue.wire.messages.units import SparseBlock as SparseBlock
 from transfer_queue.wire.messages.units import Take as Take
 from transfer_queue.wire.messages.units import Taken as Taken
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 
 ClientMessage: TypeAlias = (
@@ -241,7 +242,7 @@ ClientMessage: TypeAlias = (
     | ConsumeGroups | AwaitGroups | TakeRefills | DescribePool | IssueTickets | LendGroups | UnlendGroups
     | OpenPartition | EnterSeries | FinishPartition | DescribeSeries | DigestCells | WatchKeys | PrioritizeGroups
     | DescribeService | MapCells | InspectRow | ReportReplicas | RemovePool | UnstartSlots
-    | ListTags | MarkPool | ResumePool | FollowEvents
+    | ListTags | MarkPool | ResumePool | FollowEvents | ReportUnit
 )  # fmt: skip
 ServerMessage: TypeAlias = (
     Challenge | Welcome | Done | Failed | Allocated | Data | Committed | RowSet | Located | Taken | Names | Listing

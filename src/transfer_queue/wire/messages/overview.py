@@ -52,7 +52,7 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     """`rows` that somebody claimed; `declared`: how many there will be, where that was said. `written` has the number
     of rows with each of the `fields`. `lost`: rows that lost cells with their storage unit. `cleared`: how many more of
     the declared rows were there. `cleared_cells`: how many of each of the `fields` cleared rows had; begins anew
-    with the service and the partition."""
+    with the service and the partition. `life` names the latter: another one of that name has another number."""
 
     name: str
     rows: int
@@ -64,6 +64,7 @@ class PartitionOverview(msgspec.Struct, array_like=True):
     lost: int
     cleared: int = 0
     cleared_cells: list[int] = []
+    life: int = -1
 
     @property
     def written_in_all(self) -> list[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from transfer_queue.wire.messages.base import Message, Piece, Reply, Request, Seconds
+from transfer_queue.wire.messages.overview import WaitOverview
 
 
 class Cut(msgspec.Struct, array_like=True, gc=False):
@@ -58,6 +59,15 @@ class Joined(Reply):
 
     unit: int
     gone: bytes
+
+
+class ReportUnit(Request):
+    """How a unit is: `counts` of bytes by name, as in `stats()`, and the first of the `num_waits` puts that wait for
+    room in it. Sent after it joined, when something changed, and while somebody waits, once a second at most."""
+
+    counts: dict[str, int]
+    num_waits: int
+    waits: list[WaitOverview]
 
 
 class DigestCells(Request):
