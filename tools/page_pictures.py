@@ -128,7 +128,7 @@ def main(folder: Path) -> None:
                     _save(folder / f"{name}.png", tab.picture())
                 tab.open(url, 1280, 900)
                 time.sleep(2)
-                tab.evaluate("openRow({row: 3}, 'Row')")
+                tab.evaluate("openRow(3)")
                 time.sleep(1)
                 _save(folder / "page_row.png", tab.picture())
                 for remark in tab.remarks:

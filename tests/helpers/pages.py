@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from fragments import Element, parsed
 from paths import SOURCES
 from zygote import CHILDREN
 
@@ -28,15 +29,38 @@ class Stream:
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
         self._connection = connection
         self._answer = answer
+        self._parts: dict[str, Element] = {}
+        self.changed: frozenset[str] = frozenset()  # the ids of what came with the last look
 
-    def next(self, *names: str) -> Any:
-        """The next event of one of these names; blocks for as long as the connection lets it."""
+    def next(self, name: str) -> Any:
+        """The next event of this name: `map`, or `look`, which is the page after one. Blocks for as long as the
+        connection lets it."""
         while True:
-            line = self._answer.readline()
+            event, data = self._event()
+            if event in ("", "pulse"):
+                parts = [one for one in parsed(data).children if isinstance(one, Element)]
+                self._parts.update({one.attributes["id"]: one for one in parts})
+                self.changed = frozenset(one.attributes["id"] for one in parts)
+                if name == "look":
+                    page = Element("", {})
+                    page.children.extend(self._parts.values())
+                    return page
+            elif event == name:
+                return json.loads(data)
+
+    def _event(self) -> tuple[str, str]:
+        """(name, data) of the next one."""
+        name, data = "", list[str]()
+        while True:
+            line = self._answer.readline().decode()
             if not line:
                 raise EOFError("the page has ended")
-            if line.startswith(b"event: ") and line[7:].decode().strip() in names:
-                return json.loads(self._answer.readline().removeprefix(b"data: "))
+            if line == "\n" and (name or data):
+                return name, "\n".join(data)
+            if line.startswith("event: "):
+                name = line[7:-1]
+            elif line.startswith("data: "):
+                data.append(line[6:-1])
 
     def until(self, name: str, condition: Any) -> Any:
         """The first event of that name for which `condition` holds."""
@@ -69,10 +93,10 @@ class RunningPage:
         finally:
             connection.close()
 
-    def row(self, partition: str, **named: Any) -> tuple[int, Any]:
-        """(status, what is known of the row)."""
+    def row(self, partition: str, **named: Any) -> tuple[int, Element]:
+        """(status, what is shown of the row)."""
         status, _, body = self.ask("/row?" + urlencode({"partition": ident(partition), **named}))
-        return status, json.loads(body)
+        return status, parsed(body.decode())
 
     @contextlib.contextmanager
     def look(self, partition: str = "", **headers: str) -> Iterator[Stream]:

@@ -14,11 +14,12 @@ from pages import RunningPage, page_of, served
 
 import transfer_queue as tq
 from tools import browser
+from transfer_queue.page.printable import ident
 from transfer_queue.weights.fleet import ReplicaStatus
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason="no chromium is installed here")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"&"
-SCRIPT = "document.querySelectorAll('script').length"
+SCRIPTS = "document.querySelectorAll('script:not([src^=\"static/\"])').length"
 
 
 @pytest.fixture
@@ -112,10 +113,10 @@ def test_hostile_names_and_texts_are_text(page: RunningPage, tab: browser.Tab) -
     tab.open(page.url)
     shows(tab, "#leases", "<script>")
     shows(tab, "#lanes", "<img src=x")
-    tab.evaluate("openRow({row: 0}, 'Row')")
+    tab.evaluate("openRow(0)")
     shows(tab, "#row-body", "onerror=")
     assert tab.evaluate("document.title") == "transfer_queue"
-    assert tab.evaluate(SCRIPT) == 1
+    assert tab.evaluate(SCRIPTS) == 0
     assert not is_wider(tab)
     assert tab.remarks == []
 
@@ -224,3 +225,133 @@ def test_the_weights_of_each_replica_are_shown_where_there_are_some(
     shows(tab, "#replicas", HOSTILE)
     assert "ready" in text(tab, "#replicas tbody tr:last-child")
     assert tab.evaluate("document.title") == "transfer_queue"
+
+
+CHOOSE = """(() => {
+    const list = document.querySelector('#partition')
+    list.focus()
+    list.value = [...list.options].find(one => one.text === %r).value
+    list.dispatchEvent(new Event('change', {bubbles: true}))
+})()"""
+CHOSEN = "document.querySelector('#partition').selectedOptions[0]?.text"
+
+
+def put_two_partitions() -> None:
+    tq.kv_batch_put(["a", "b"], "first", {"x": torch.ones(2)})
+    tq.kv_batch_put(["a", "b", "c"], "second", {"y": torch.ones(3)})
+
+
+def test_a_partition_that_was_chosen_is_in_the_address(page: RunningPage, tab: browser.Tab) -> None:
+    put_two_partitions()
+    tab.open(page.url)
+    shows(tab, "#about", "2 rows")
+    assert tab.evaluate(CHOSEN) == "first"
+    tab.evaluate("window.isSamePage = true")
+    tab.evaluate(CHOOSE % "second")
+    shows(tab, "#about", "3 rows")
+    shows(tab, "#lanes", "y\n3")
+    assert tab.evaluate("window.isSamePage") is True
+    assert tab.evaluate("location.search") == f"?partition={ident('second')}"
+    tab.call("Page.reload")
+    until(lambda: tab.evaluate("window.isSamePage") is None, "another page", 20)
+    shows(tab, "#about", "3 rows")
+    assert tab.evaluate(CHOSEN) == "second"
+    tab.evaluate("history.back()")
+    shows(tab, "#about", "2 rows")
+    assert tab.evaluate(CHOSEN) == "first"
+
+
+def test_the_first_partition_is_shown_in_place_of_one_that_is_gone(page: RunningPage, tab: browser.Tab) -> None:
+    put_two_partitions()
+    tab.open(f"{page.url}?partition={ident('second')}")
+    shows(tab, "#lanes", "y\n3")
+    tq.get_client().clear_partition("second")
+    shows(tab, "#lanes", "x\n2")
+    assert tab.evaluate(CHOSEN) == "first"
+
+
+def test_whoever_chooses_a_partition_is_not_disturbed(page: RunningPage, tab: browser.Tab) -> None:
+    put_two_partitions()
+    tab.open(page.url)
+    shows(tab, "#about", "2 rows")
+    tab.evaluate("document.querySelector('#partition').focus()")
+    tq.kv_put("a", "third", {"x": torch.ones(1)})
+    shows(tab, "#tiles", "in 3 partitions")
+    options = "document.querySelector('#partition').options.length"
+    assert (tab.evaluate(options), tab.evaluate("document.activeElement.id")) == (2, "partition")
+    tab.evaluate("document.querySelector('#wanted').focus()")
+    until(lambda: tab.evaluate(options) == 3, "the list with the third", 20)
+
+
+def test_what_changes_leaves_focus_and_scroll_where_they_are(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_batch_put([str(number) for number in range(8)], "p", {"x": ["y"] * 8})
+    tab.open(page.url, 1280, 400)
+    shows(tab, "#lanes", "x\n8")
+    tab.evaluate("document.querySelector('#wanted').focus(); document.querySelector('#wanted').value = 'half a'")
+    tab.evaluate("scrollTo(0, 60)")
+    tq.kv_put("more", "p", {"x": "y"})
+    shows(tab, "#lanes", "x\n9")
+    now = tab.evaluate("[document.activeElement.id, document.activeElement.value, scrollY]")
+    assert now == ["wanted", "half a", 60]
+
+
+def test_the_row_after_keeps_the_focus_on_its_button(page: RunningPage, tab: browser.Tab) -> None:
+    tq.kv_batch_put(["a", "b", "c"], "p", {"x": ["of a", "of b", "of c"]})
+    tab.open(page.url)
+    shows(tab, "#lanes", "x\n3")
+    tab.evaluate("openRow(0)")
+    shows(tab, "#row-body", "of a")
+    assert tab.evaluate("document.activeElement.id") == "row-close"
+    assert tab.evaluate("document.querySelector('#row-before').disabled") is True
+    tab.evaluate("document.querySelector('#row-after').focus()")
+    for key in "bc":
+        tab.press("Enter")
+        shows(tab, "#row-body", f"of {key}")
+        assert tab.evaluate("document.activeElement.id") == "row-after"
+    tab.press("Enter")
+    shows(tab, "#row-body", "row with index 3 is not in partition 'p'")
+    assert text(tab, "#row-title") == "Row #3"
+
+
+def test_a_page_that_ended_says_so_of_a_row_and_is_back_when_another_one_is(
+    client: tq.TransferQueueClient, tab: browser.Tab
+) -> None:
+    tq.kv_put("a", "p", {"x": "y"})
+    with page_of(str(client.address)) as page:
+        tab.open(page.url)
+        shows(tab, "#lanes", "x\n1")
+        port = page.host.rpartition(":")[2]
+    shows(tab, "#status", "no page")
+    tab.evaluate("openRow(0)")
+    shows(tab, "#row-body", "The page's own process does not answer.")
+    tab.press("Escape")
+    with page_of(str(client.address), "--port", port):
+        shows(tab, "#status", "live")
+        tab.evaluate("openRow(0)")
+        shows(tab, "#row-body", "wrote x")
+
+
+def test_a_page_that_stands_still_is_told_and_goes_on(page: RunningPage, tab: browser.Tab) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    freeze(page.process.pid)
+    try:
+        shows(tab, "#status", "no page")
+    finally:
+        os.kill(page.process.pid, signal.SIGCONT)
+    shows(tab, "#status", "live")
+
+
+def test_a_tab_that_is_hidden_is_no_viewer(page: RunningPage, tab: browser.Tab, client: tq.TransferQueueClient) -> None:
+    tab.open(page.url)
+    shows(tab, "#status", "live")
+    hide = (
+        "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    tab.evaluate(hide.format("true"))
+    until(lambda: client.stats()["clients"] == 1, "the page's end as a client", 20)
+    tq.kv_put("a", "p", {"x": "y"})
+    tab.evaluate(hide.format("false"))
+    shows(tab, "#lanes", "x\n1")
+    assert text(tab, "#status") == "live"

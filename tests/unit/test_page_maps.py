@@ -15,7 +15,7 @@ def partition(rows: int, cleared: int = 0) -> Any:
 
 def seen(cost_s: float) -> MapSeen:
     """A map of one row, at 100 s."""
-    return MapSeen(b"", cost_s, 100.0, state_of(partition(1)), 1)
+    return MapSeen(b"", cost_s, 100.0, state_of(partition(1)), [], [])
 
 
 def test_a_partition_that_changed_is_asked_for_again_as_often_as_its_cost_allows() -> None:

@@ -17,7 +17,7 @@ from transfer_queue.wire.address import is_loopback
 LOOPBACK = "127.0.0.1"
 BACKLOG = 128
 STOP_S = 5.0
-NEEDED = ("starlette", "uvicorn")
+NEEDED = ("jinja2", "starlette", "uvicorn")
 RECORDING = ("TQ_TRACE", "TQ_OTEL")  # a page asks all the time, and what it asks is no part of the job
 
 
@@ -25,7 +25,7 @@ def check_installed() -> None:
     """`NotSupported` where the extra `http` is missing. Imports nothing of it."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        text = f"the page needs {' and '.join(missing)}, not installed here: pip install 'transfer-queue[http]'"
+        text = f"the page needs {', '.join(missing)}, not installed here: pip install 'transfer-queue[http]'"
         raise NotSupported(text)
 
 

@@ -13,13 +13,15 @@ GROWTH = 1.25
 
 
 class MapSeen(NamedTuple):
-    """A map as JSON, what one costs, when it came, and what its partition looked like. `number`: of the look."""
+    """A map as JSON, what one costs, when it came, and what its partition looked like; the names of its lines,
+    printable."""
 
     encoded: bytes
     cost_s: float
     at: float
     state: object
-    number: int
+    fields: list[str]
+    tasks: list[str]
 
 
 def state_of(partition: PartitionOverview) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from transfer_queue.client.operations.overview import PartitionMap
@@ -57,18 +57,16 @@ def _server(overview: ServiceOverview, rates: RateWindow) -> Values:
     """Of the server's counts those that are named here: nobody knows what a later one may hold."""
     server = overview.server
     names = (
-        "pid", "standby", "takeovers", "rows", "partitions", "clients", "waiting_requests", "requests", "stale_rows",
-        "dead_letters", "locks", "arena_nbytes_used", "arena_nbytes_resident", "arena_nbytes_budget",
-        "spill_nbytes_used", "spill_nbytes_budget", "engine_nbytes_used",
+        "pid", "standby", "takeovers", "rows", "clients", "waiting_requests", "stale_rows", "dead_letters",
+        "arena_nbytes_used", "arena_nbytes_budget", "spill_nbytes_used", "spill_nbytes_budget",
     )  # fmt: skip
-    found = {name: server[name] for name in names if isinstance(server.get(name), int)}
+    found = {name: server[name] if isinstance(server.get(name), int) else None for name in names}
     engine = server.get("engine")
     return {
         **found,
         "units": len(server.get("units", {})),
         "engine": printable(engine) if isinstance(engine, str) else "",
         "weight_version": overview.weight_version,
-        "announcements": overview.num_announcements,
         "run_id": printable(overview.run_id),
         "requests_per_s": rates.per_s("requests"),
     }
@@ -83,12 +81,9 @@ def _partitions(overview: ServiceOverview) -> list[Values]:
     if len(found) > MAX_PARTITIONS:
         found.sort(key=lambda one: -waits.get(one.name, 0))
     return [
-        {
-            "id": ident(one.name), "name": printable(one.name), "rows": one.rows, "declared": one.declared,
-            "lost": one.lost, "waits": waits.get(one.name, 0), "leased": sum(task.leased for task in one.tasks),
-        }
+        {"id": ident(one.name), "name": printable(one.name), "lost": one.lost, "waits": waits.get(one.name, 0)}
         for one in found[:MAX_PARTITIONS]
-    ]  # fmt: skip
+    ]
 
 
 def partition(found: PartitionOverview, rates: RateWindow) -> Values:
@@ -100,7 +95,7 @@ def partition(found: PartitionOverview, rates: RateWindow) -> Values:
         "num_fields": len(found.fields), "num_tasks": len(found.tasks),
         "fields": [
             {
-                "id": ident(field.name), "name": printable(field.name), "type": type_of(field), "written": written,
+                "name": printable(field.name), "type": type_of(field), "written": written,
                 "per_s": rates.per_s(("written", found.name, found.life, field.name)),
             }
             for field, written in fields
@@ -117,11 +112,24 @@ def _task(found: PartitionOverview, task: TaskOverview, rates: RateWindow) -> Va
         "consumed": task.consumed, "returned": task.returned, "dead": task.dead, "max_age": task.max_age,
         "stale": task.stale, "ready": max((view.ready for view in views), default=0),
         "oldest_s": max(oldest, default=None), "per_s": rates.per_s(("used", found.name, found.life, task.name)),
-        "views": [
-            {"fields": [printable(name) for name in view.fields[:MAX_FIELDS]], "ready": view.ready}
-            for view in views[:8]
-        ],
     }  # fmt: skip
+
+
+def rates_of(found: PartitionOverview, rates: RateWindow) -> tuple[float, float]:
+    """Cells written and rows consumed per second, in all."""
+    written = sum(rates.per_s(("written", found.name, found.life, field.name)) for field in found.fields[:MAX_FIELDS])
+    return written, sum(rates.per_s(("used", found.name, found.life, task.name)) for task in found.tasks[:MAX_TASKS])
+
+
+def lanes(fields: Sequence[str], tasks: Sequence[str], found: Values | None) -> Values:
+    """What stands beside each line of a map; `found`: its `partition` as it is now, and so perhaps without the line."""
+    known_fields = {one["name"]: one for one in found["fields"]} if found else {}
+    known_tasks = {one["name"]: one for one in found["tasks"]} if found else {}
+    gone = {"type": "", "written": None, "per_s": 0.0, "consumed": None}
+    return {
+        "fields": [{"name": name, **known_fields.get(name, gone)} for name in fields],
+        "tasks": [{"name": name, **known_tasks.get(name, gone)} for name in tasks],
+    }
 
 
 def map_of(found: PartitionMap) -> Values:
