@@ -33,6 +33,14 @@ def test_a_service_that_tells_less_is_shown_all_the_same() -> None:
     assert page["about"] == "There is no partition yet."
 
 
+def test_the_memory_of_other_hosts_is_a_sum_of_those_that_are_there() -> None:
+    there = {"arena_nbytes_used": 1 << 20, "arena_nbytes_budget": 4 << 20, "address": "a:1", "away": False}
+    units = {"1": there, "2": {**there, "address": "b:1"}, "3": {"address": "c:1", "away": True}}
+    values = shown.service(overview(units=units), RateWindow(), 1)
+    page = parsed(fragments.of_partition(values, None, shown.lanes([], [], None), (), ())["tiles"].decode())
+    assert "Memory of 3 more hosts2.0 MiB of 8.0 MiB, 1 away" in page["tiles"]
+
+
 def test_the_extension_is_there_before_htmx_begins() -> None:
     """HTMX begins when the document is loaded, or at once where it is so: while that is read, all scripts are run."""
     scripts = re.findall("<script[^>]*>", fragments.index("").decode())

@@ -61,10 +61,14 @@ def _server(overview: ServiceOverview, rates: RateWindow) -> Values:
         "arena_nbytes_used", "arena_nbytes_budget", "spill_nbytes_used", "spill_nbytes_budget",
     )  # fmt: skip
     found = {name: server[name] if isinstance(server.get(name), int) else None for name in names}
-    engine = server.get("engine")
+    engine, units = server.get("engine"), server.get("units", {}).values()
+    told = [one for one in units if "arena_nbytes_used" in one]
     return {
         **found,
-        "units": len(server.get("units", {})),
+        "units": len(units),
+        "units_away": sum(bool(one["away"]) for one in units),
+        "units_nbytes_used": sum(one["arena_nbytes_used"] for one in told),
+        "units_nbytes_budget": sum(one["arena_nbytes_budget"] for one in told),
         "engine": printable(engine) if isinstance(engine, str) else "",
         "weight_version": overview.weight_version,
         "run_id": printable(overview.run_id),
