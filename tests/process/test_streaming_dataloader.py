@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -242,6 +243,23 @@ def test_workers_that_wait_for_rows_end_with_the_iterator(client: Client) -> Non
     until(lambda: client.stats()["waiting_requests"] == 1, "a parked fetch of one worker; the other waits its turn")
     running.close()
     assert client.stats()["waiting_requests"] == 0
+
+
+def refused(item: Any) -> Any:
+    raise ValueError(f"not {item[0]['x'].tolist()}")
+
+
+def test_workers_have_ended_when_the_error_of_one_is_raised(client: Client) -> None:
+    """Not when the garbage collector comes upon them: it closes what would tell them of their end first."""
+    put(client, 16)
+    loader = Loader(dataset(), num_workers=2, multiprocessing_context="fork", collate_fn=refused)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match=r"not \[0, 1\]"):
+            next(iter(loader))
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_a_killed_worker_loses_nothing(client: Client) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -244,11 +245,14 @@ class _Deliveries(Iterator[Any]):
                     self._dataset.begin(index + 1)
             item, self._in_hand = self._items.popleft()
             return item
-        except BaseException:  # torch raises anywhere when it learns that a worker died, also within `close`
+        except BaseException as error:  # torch raises anywhere when it learns that a worker died, also within `close`
             try:
                 self.close()
             finally:
                 self.close()
+            # A worker's error is a local of the frame that raises it, so torch's iterator would be garbage of a cycle:
+            # collected in one, its queues are closed before it is, and it waits 5 s for each worker.
+            clear_frames(error.__traceback__)
             raise
 
     def confirm_pending(self, within_s: float | None = None) -> None:
