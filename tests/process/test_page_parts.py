@@ -10,6 +10,7 @@ from pages import RunningPage, page_of
 
 import transfer_queue as tq
 from transfer_queue.page.printable import ident
+from transfer_queue.weights import Spans, VersionInfo
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -62,3 +63,19 @@ def test_what_was_asked_for_in_vain_is_text(page: RunningPage, client: tq.Transf
         status, found = page.row("p", **named)
         assert (status, "<script>alert(1)" in found["row-body"], found.of_tag("script")) == (404, True, [])
     assert f'connect="events?partition={""}"' in page.ask(f"/?partition={HOSTILE[:8]}")[2].decode()
+
+
+def test_a_row_says_which_weights_made_which_of_its_tokens(page: RunningPage) -> None:
+    spans = Spans()
+    spans.add(VersionInfo(3, "run-1"), 16)
+    spans.add(VersionInfo(4, "run-1"), 24)
+    tq.kv_put("a", "p", {"x": torch.ones(1)}, tag=spans.tag())
+    assert page.row("p", key="a")[1].rows("row-weights") == [["0 to 15", "3", "run-1"], ["16 to 39", "4", "run-1"]]
+    spans.add(VersionInfo(1, "run-2"), 1)
+    tq.kv_put("b", "p", {"x": torch.ones(1)}, tag=spans.tag())
+    assert page.row("p", key="b")[1].rows("row-weights")[-1] == ["40", "1", "run-2"]
+    for strange in (HOSTILE, [[1, 2]], [[1, 2, "3"]], {"a": 1}):
+        tq.kv_put("c", "p", {"x": torch.ones(1)}, tag={"weight_versions": strange})
+        status, found = page.row("p", key="c")
+        assert (status, found["row-title"]) == (200, "Row #2 · c")
+        assert "Weights that made it" not in found["row-body"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def journey(client: TransferQueueClient, partition: str, key: str | None, row: i
     pids = shown.pids(client.overview(0))
     return {
         "row": found.row, "key": None if found.key is None else printable(found.key), "partition": printable(partition),
-        "tags": shown.tags(found.tags), "age": found.age,
+        "tags": shown.tags(found.tags), "age": found.age, "weights": _weights(found.tags),
         "group": None if found.group is None else printable(found.group),
         "tasks": [_task(one) for one in found.tasks[: shown.MAX_TASKS]],
         "events": [_event(one, pids) for one in found.events[-MAX_EVENTS:]],
@@ -49,6 +50,27 @@ def image_of(client: TransferQueueClient, partition: str, row: int, field_id: st
     field = next((one for one in found.written if ident(one.name) == field_id), None)
     value = None if field is None or _is_large(field) else _value(client, partition, row, field)[0]
     return picture(value) if is_picture(value) else None
+
+
+def _weights(tags: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Which version made which tokens, as `weights.Spans` tags a row. Nothing where it is tagged in another way."""
+    spans, runs = tags.get("weight_versions"), tags.get("weight_epochs")
+    if not isinstance(spans, list) or not all(_is_span(one) for one in spans):
+        return []
+    if not isinstance(runs, list) or len(runs) != len(spans):
+        runs = [tags.get("weight_epoch", "")] * len(spans)
+    return [
+        {"version": version, "tokens": _tokens(start, end), "run": printable(str(name))}
+        for (version, start, end), name in zip(spans[:MAX_EVENTS], runs, strict=False)
+    ]
+
+
+def _tokens(start: int, end: int) -> str:
+    return "none" if end <= start else f"{start}" if end == start + 1 else f"{start} to {end - 1}"
+
+
+def _is_span(one: Any) -> bool:
+    return isinstance(one, (list, tuple)) and len(one) == 3 and all(type(number) is int for number in one)
 
 
 def _task(one: RowOfTask) -> dict[str, Any]:
