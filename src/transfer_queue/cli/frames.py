@@ -19,7 +19,6 @@ LACK_LINES = 2  # of the words that say what a request lacks
 NO_RATES = Rates(0.0, {}, {})
 BAR = 20
 MAX_UNITS = 4
-MEMORY = (("arena", "used"), ("arena", "budget"), ("spill", "used"))
 
 
 class FrameSection(NamedTuple):
@@ -88,7 +87,7 @@ def _memory(server: dict[str, Any]) -> str:
     """Of one server; a unit that is away or has only just joined has not told."""
     if "arena_nbytes_used" not in server:
         return "is away" if server["away"] else "has not told"
-    used, budget, spilled = (server[f"{name}_nbytes_{of}"] for name, of in MEMORY)
+    used, budget, spilled = server["arena_nbytes_used"], server["arena_nbytes_budget"], server["spill_nbytes_used"]
     full = round(BAR * min(1.0, used / budget)) if budget else 0
     disk = f", {size(spilled)} on disk" if spilled else ""
     return f"[{'#' * full}{'.' * (BAR - full)}] {size(used)} of {size(budget)}{disk}"
