@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from transfer_queue.controller import single_rows
 from transfer_queue.controller.changes import ChangeLog
 from transfer_queue.controller.cleared_cells import CellCounts, counted
 from transfer_queue.controller.content_index import ContentIndex
@@ -110,7 +111,7 @@ class Table:
         start, end = self.size, self.size + count
         if end > len(self.index):
             self._resize(None, max(MIN_CAPACITY, 2 * end))
-        self.index[start:end] = np.arange(first_index, first_index + count)
+        self.index[start:end] = first_index if count == 1 else np.arange(first_index, first_index + count)
         self.alive[start:end] = True
         self.names += [None] * count
         self.tags += [None] * count
@@ -165,7 +166,7 @@ class Table:
     def between(self, slots: Slots) -> tuple[int, int]:
         """The lowest and the highest index of these rows; of one row in a tenth of the time."""
         if len(slots) == 1:
-            index = int(self.index[slots[0]])
+            index = self.index.item(slots.item(0))
             return index, index
         indexes = self.index[slots]
         return int(indexes.min()), int(indexes.max())
@@ -173,19 +174,12 @@ class Table:
     def slots_of(self, indexes: NDArray[np.int64]) -> Slots:
         """Slots of global indexes, -1 where there is no such live row."""
         if len(indexes) == 1:
-            return self._slot_of(indexes)
+            return single_rows.slot_of(self.index[: self.size], self.alive, indexes)
         found = self.index[: self.size].searchsorted(indexes)
         found[found == self.size] = 0
         if not self.size:
             return np.full(len(indexes), -1)
         found[(self.index[found] != indexes) | ~self.alive[found]] = -1
-        return found
-
-    def _slot_of(self, index: NDArray[np.int64]) -> Slots:
-        found = self.index[: self.size].searchsorted(index)
-        at = int(found[0])
-        if at == self.size or self.index[at] != index[0] or not self.alive[at]:
-            found[0] = -1
         return found
 
     def live(self) -> Slots | slice:
@@ -328,6 +322,11 @@ class Table:
             self.rewrites.rewritten(slots, group.fields, len(self.index))
         if self.lost:
             self.lost.difference_update(self.index[slots].tolist())
+        if len(slots) == 1:
+            slot = slots.item(0)
+            group.block[slot], group.row[slot] = block, 0 if rows is None else rows[0]
+            self.cells[columns, slot] = number
+            return released
         group.block[slots] = block
         group.row[slots] = np.arange(len(slots), dtype=np.int32) if rows is None else rows
         self.cells[np.array(columns)[:, None], slots] = number
@@ -338,7 +337,7 @@ class Table:
         if not len(columns):
             return []
         if len(slots) == 1:
-            return self._release_one(int(slots[0]), columns)
+            return single_rows.cells_of_blocks(self.cells[: len(self.fields)], self.groups, slots.item(0), columns)
         under = self.cells[np.array(columns)[:, None], slots]
         if not under.any():
             return []
@@ -350,14 +349,6 @@ class Table:
                 counts = np.bincount(inverse, weights=per_slot).astype(np.int64)
                 released += [(b, c) for b, c in zip(blocks.tolist(), counts.tolist(), strict=True) if c]
         return released
-
-    def _release_one(self, slot: int, columns: Sequence[int]) -> Released:
-        under = self.cells[: len(self.fields), slot].tolist()
-        counts: dict[int, int] = {}
-        for number in (under[column] for column in columns):
-            if number:
-                counts[number] = counts.get(number, 0) + 1
-        return [(int(self.groups[number].block[slot]), count) for number, count in counts.items()]
 
     def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
         """Which of `slots` have all `fields` written, none of them where it cannot be read now; None when a field does
@@ -407,6 +398,9 @@ class Table:
         columns = [self.fields[name].number for name in fields if name in self.fields]
         if len(columns) != len(fields):
             return None
+        if len(slots) == 1:
+            slot = slots.item(0)
+            return np.array([self.alive.item(slot) and single_rows.has_all(self.cells, columns, slot)])
         if len(columns) == 1:
             written: Flags = self.cells[columns[0], slots] != 0
         else:
@@ -418,7 +412,7 @@ class Table:
         if not len(slots):
             return []
         if len(slots) == 1:
-            written = self.cells[: len(self.fields), slots[0]].tolist()
+            written = self.cells[: len(self.fields), slots.item(0)].tolist()
             return sorted(name for name, field in self.fields.items() if written[field.number])
         have = (self.cells[: len(self.fields), slots] != 0).all(axis=1)
         return sorted(name for name, field in self.fields.items() if have[field.number])

@@ -44,6 +44,7 @@ log = logging.getLogger("transfer_queue.server")
 
 HELLO_TIMEOUT_S = 5.0
 STALLED_S = 10.0
+GATHERED_NBYTES = 1 << 16  # of answers that wait for those to the requests that came with theirs
 LAST_READS = 64  # of a peer that is gone: more than its socket holds
 HELLO_HEADER_NBYTES = 4096
 UNIT_REQUESTS = frozenset({m.Join, m.Moved, m.Gathered, m.ResolveCommits, m.ReportUnit})
@@ -91,6 +92,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._tickets: set[Hashable] = set()
         self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
         self._bulk: BulkWriter | None = None  # for peers on other hosts
+        self._gathers = False  # answers leave together, with one call of the system: each may wake the peer
+        self._gathered: list[bytes | bytearray | memoryview] = []
+        self._gathered_nbytes = 0
         self._paused = False  # the peer does not read its answers
         self._long: tuple[m.Message, memoryview] | None = None  # a request that waits for its turn
         self._has_room = True
@@ -120,7 +124,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Handle what has arrived, as long as the peer takes the answers."""
-        changed = False
+        changed, self._gathers = False, True
         try:
             for message, payload in self._incoming:
                 if type(message) in LONG:
@@ -140,6 +144,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         except TransferQueueError as error:
             log.warning("closed a connection: %s", error)
             self._transport.abort()
+        finally:
+            self._gathers = False
+        self.write_gathered()
         if self._paused or self._long is not None or self._transport.is_closing():
             self._reader.keep()
         if changed:  # for others, too
@@ -347,8 +354,14 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._answer(answer)
 
     def _answer_late(self, answer: Answer) -> None:
-        if not self._transport.is_closing():
-            self._answer(answer)
+        """One of many that the disk has now."""
+        if self._transport.is_closing():
+            return
+        if not self._gathered:
+            asyncio.get_running_loop().call_soon(self.write_gathered)
+        self._gathers = True
+        self._answer(answer)
+        self._gathers = False
 
     def _is_unit(self) -> bool:
         return self._reception.hello is not None and self._reception.hello.role == handshake.UNIT
@@ -364,7 +377,8 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._send(message)
 
     def answer_parked(self, ticket: Hashable, answer: Answer) -> None:
-        """Send the answer of a request of this connection that was parked, or what it waits for."""
+        """The answer of a request of this connection that was parked, or what it waits for: `write_gathered` sends it
+        with the others that came of the same event."""
         if isinstance(answer[0], m.Waiting):
             self.push(answer[0])
             return
@@ -372,20 +386,30 @@ class ServerConnection(asyncio.BufferedProtocol):
         assert self._session is not None
         self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again
         if not self._transport.is_closing():
+            self._gathers = True
             self._answer_when_kept(answer, type(answer[0]) not in PASSING)
+            self._gathers = False
 
     def _answer(self, answer: Answer) -> None:
         reply, payload = answer
-        if not payload:
-            self._send(reply)
-            return
-        header = frame(m.encode(reply), sum(len(part) for part in payload))
-        self._write([header, *payload])
+        nbytes = sum(len(part) for part in payload) if payload else 0
+        header = frame(m.encode(reply), nbytes)
+        self._gathered += (header, *payload)
+        self._gathered_nbytes += len(header) + nbytes
+        if not self._gathers or self._gathered_nbytes > GATHERED_NBYTES:
+            self.write_gathered()
 
     def _send(self, message: m.Message) -> None:
-        self._write([frame(m.encode(message))])
+        self._gathered.append(frame(m.encode(message)))
+        self.write_gathered()
 
-    def _write(self, parts: Parts) -> None:
+    def write_gathered(self) -> None:
+        """Send the answers that there are."""
+        if not self._gathered:
+            return
+        parts, self._gathered, self._gathered_nbytes = self._gathered, [], 0
+        if self._transport.is_closing():
+            return
         if self._bulk is None:
             self._transport.writelines(parts)
         else:

@@ -431,9 +431,13 @@ class Server:
 
     def deliver(self) -> None:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
+        told = set()
         for ticket, answer in self.service.answered(time.monotonic()):
             link = cast(ServerConnection, ticket[0])  # type: ignore[index]
             link.answer_parked(ticket, answer)
+            told.add(link)
+        for link in told:
+            link.write_gathered()
         self.role.work()
         for look in self._due:
             look()
