@@ -72,9 +72,8 @@ def take(
     batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
     if not ops.is_given(task_name, "task_name"):
         raise UnknownMode("take needs task_name: which consumer takes the rows")
-    empty = TensorDict({}, batch_size=[0])
     if batch_size == 0:
-        return BatchMeta.empty(), empty
+        return BatchMeta.empty(), TensorDict({}, batch_size=[0])
     if lease_s and not session.is_held:
         yield HoldSession()
     wait_s, polling = ops.waiting(session, timeout_s)
@@ -85,6 +84,6 @@ def take(
     )  # fmt: skip
     answer = yield from handed(session, request)
     if not answer.rows.rows:
-        return BatchMeta.empty(), empty
+        return BatchMeta.empty(), TensorDict({}, batch_size=[0])
     warn_repeated(answer.meta)
     return answer.meta, (yield from answer.data(answer.meta, dense, pad, slices))

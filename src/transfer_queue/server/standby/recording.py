@@ -107,8 +107,7 @@ class RecordingController(Controller):
 
     def received(self, session: bytes, rid: int) -> None:
         self.recorder.note(r.AnswerReceived(session, rid))
-        super().received(session, rid)
-        self.recorder.settle()  # an event of its own, that nobody answers
+        super().received(session, rid)  # nobody is answered, so it is written with the next event
 
     def take_back(self, session: bytes, rid: int) -> None:
         self.recorder.note(r.TakenBack(session, rid))
