@@ -460,8 +460,8 @@ class Controller:
         if message.keys is not None:
             slots = self._rows_of_keys(table, list(dict.fromkeys(message.keys)), create=False)
         elif message.rows is not None:
-            slots = np.unique(table.slots_of(indexes_of(message.rows)))
-            slots = slots[slots >= 0]
+            slots = table.slots_of(indexes_of(message.rows))
+            slots = np.unique(slots[slots >= 0]) if len(slots) > 1 else slots[slots >= 0]
         else:
             if table.num_alive and not forgets_partitions(self._fetching.sampler):
                 self._fetching.cleared(table, table.live_slots())

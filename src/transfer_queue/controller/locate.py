@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from transfer_queue.controller.table import Table
 from transfer_queue.errors import DataLost, InvalidInput, NotReady, UnknownRows
 from transfer_queue.wire.messages import UNIT_SHIFT, Get, Located, Part, Piece
 
+RUN = struct.Struct("<qqq")  # piece, first row, count
+
 
 def located(message: Get, table: Table | None, slots: Slots) -> Located:
     """The reply to `message`; its pieces name blocks only, where they lie is the storage unit's to add.
@@ -25,8 +28,12 @@ def located(message: Get, table: Table | None, slots: Slots) -> Located:
     fields = _fields(message, table, slots)
     parts: list[Part] = []
     numbers: dict[int, int] = {}  # piece of each block
-    for names, blocks, rows in table.locate(slots, fields):
-        parts.append(Part(names, _runs(blocks, rows, numbers)))
+    if len(slots) == 1:
+        for names, block, row in table.locate_one(slots.item(0), fields):
+            parts.append(Part(names, RUN.pack(numbers.setdefault(block, len(numbers)), row, 1)))
+    else:
+        for names, blocks, rows in table.locate(slots, fields):
+            parts.append(Part(names, _runs(blocks, rows, numbers)))
     pieces = [Piece(block) for block in numbers]
     return Located(message.rid, len(slots), pieces, [], parts, table.schema(fields))
 
@@ -57,7 +64,7 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
         raise InvalidInput(f"fields {wanted}: name each field once")
     if wanted and not table.lost:
         written = table.written(slots, wanted)
-        if written is not None and written.all():
+        if written is not None and (written.item() if len(slots) == 1 else written.all()):
             return list(wanted)
     common = set(table.common_fields(slots))
     if table.lost and (wanted is None or not common.issuperset(wanted)):
@@ -77,9 +84,6 @@ def _fields(message: Get, table: Table, slots: Slots) -> list[str]:
 
 def _runs(blocks: NDArray[np.int64], rows: NDArray[np.int32], numbers: dict[int, int]) -> bytes:
     """Runs (piece, first row, count) as int64 (k, 3); `numbers` gives each block its piece, new ones are added."""
-    if len(blocks) == 1:
-        piece = numbers.setdefault(int(blocks[0]), len(numbers))
-        return np.array([piece, rows[0], 1], np.int64).tobytes()
     breaks = np.flatnonzero((blocks[1:] != blocks[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
     starts = np.concatenate([[0], breaks])
     runs: NDArray[Any] = np.empty((len(starts), 3), np.int64)

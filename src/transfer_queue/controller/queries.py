@@ -149,7 +149,7 @@ class Queries:
 def known_slots(table: Table, indexes: NDArray[Any]) -> Slots:
     """The slots of rows. Raises `RowCleared` when one of them is not there."""
     slots = table.slots_of(indexes)
-    if len(slots) and slots.min() < 0:
+    if (slots.item() if len(slots) == 1 else slots.min(initial=0)) < 0:
         gone = indexes[slots < 0]
         raise RowCleared(f"partition {table.name!r}: rows {gone[:8].tolist()} were cleared or never existed")
     return slots

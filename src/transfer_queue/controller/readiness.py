@@ -46,7 +46,7 @@ class ReadyView:
 
     def remove(self, slots: Slots) -> None:
         if len(slots) == 1:
-            self._remove_one(int(slots[0]))
+            self._remove_one(slots.item(0))
             return
         held = slots[self.ready[slots]]
         if len(held):
@@ -54,7 +54,7 @@ class ReadyView:
             self.count -= len(held)
 
     def _remove_one(self, slot: int) -> None:
-        if self.ready[slot]:
+        if self.ready.item(slot):
             self.ready[slot] = False
             self.count -= 1
 
@@ -174,14 +174,14 @@ class Task:
         if ready is None:
             return False
         if len(slots) == 1:
-            return bool(ready[0]) and self._mark_one(view, int(slots[0]))
+            return ready.item(0) and self._mark_one(view, slots.item(0))
         new = slots[ready & ~self.consumed[slots] & (self.lease[slots] == 0) & ~view.ready[slots]]
         view.add(new)
         return len(new) > 0
 
     def _mark_one(self, view: ReadyView, slot: int) -> bool:
         """`mark` of one ready slot, in a tenth of the time: a put of one row asks every view."""
-        if self.consumed[slot] or self.lease[slot] or view.ready[slot]:
+        if self.consumed.item(slot) or self.lease.item(slot) or view.ready.item(slot):
             return False
         view.ready[slot] = True
         view.count += 1
@@ -191,8 +191,8 @@ class Task:
     def offered(self, slots: Slots) -> Slots:
         """Those of `slots` that are neither consumed nor lent, each once."""
         if len(slots) == 1:
-            slot = int(slots[0])
-            return slots[:0] if self.consumed[slot] or self.lease[slot] else slots
+            slot = slots.item(0)
+            return slots[:0] if self.consumed.item(slot) or self.lease.item(slot) else slots
         fresh = slots[~self.consumed[slots] & (self.lease[slots] == 0)]
         return np.unique(fresh) if len(fresh) > 1 and bool((np.diff(fresh) <= 0).any()) else fresh
 
@@ -297,7 +297,8 @@ class Task:
 
     def drop(self, slots: Slots) -> None:
         """The rows are gone."""
-        consumed = int(np.count_nonzero(self.consumed[slots]))
+        one = len(slots) == 1
+        consumed = int(self.consumed.item(slots.item(0)) if one else np.count_nonzero(self.consumed[slots]))
         self.num_consumed -= consumed
         self.cleared_consumed += consumed
         if self.num_lent:

@@ -204,13 +204,15 @@ class Table:
         num_rows = self.num_rows
         self.cleared_cells = counted(self.cleared_cells, self.cells[: len(self.fields)], slots)
         released = self.release(slots, list(range(len(self.fields))))
-        self.cells[: len(self.fields), slots] = 0
-        self.alive[slots] = False
-        gone_keys = [key for slot in slots.tolist() if (key := self.names[slot]) is not None]
+        numbers = slots.tolist()
+        place: Any = numbers[0] if len(numbers) == 1 else slots
+        self.cells[: len(self.fields), place] = 0
+        self.alive[place] = False
+        gone_keys = [key for slot in numbers if (key := self.names[slot]) is not None]
         self.log.remove(gone_keys)
         for key in gone_keys:
             del self.keys[key]
-        for slot in slots.tolist():
+        for slot in numbers:
             self.names[slot] = self.tags[slot] = None
         if self.lost:
             self.lost.difference_update(self.index[slots].tolist())
@@ -435,6 +437,15 @@ class Table:
             found.append(LocatedCells(names, blocks, rows))
         return found
 
+    def locate_one(self, slot: int, fields: Sequence[str]) -> list[tuple[list[str], int, int]]:
+        """Of one row: fields that lie alike, their block, and its row there. All of them must be written."""
+        under = self.cells[: len(self.fields), slot].tolist()
+        alike: dict[int, list[str]] = {}
+        for name in fields:
+            alike.setdefault(under[self.fields[name].number], []).append(name)
+        groups = self.groups
+        return [(names, groups[at].block.item(slot), groups[at].row.item(slot)) for at, names in alike.items()]
+
     def place_of(self, name: str, slots: Slots) -> NDArray[np.int64]:
         """(2, slots): the block that each cell of a field lies in, and its row there; 0 where none was written."""
         found = np.zeros((2, len(slots)), np.int64)
@@ -591,4 +602,4 @@ class Table:
 
 
 def rows_bytes(values: NDArray[Any]) -> bytes:
-    return np.ascontiguousarray(values, np.int64).tobytes()
+    return (values if values.dtype == np.int64 else values.astype(np.int64)).tobytes()
