@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
+from transfer_queue.errors import (
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    StaleVersion,
+    UnsupportedValue,
+    VersionGone,
+)
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
@@ -116,12 +123,20 @@ class Aligned:
         return self._source.aliases()
 
 
+def _check_dtypes(source: WeightSource) -> None:
+    """`UnsupportedValue` for what no safetensors file can have."""
+    for name, dtype, _ in source.specs():
+        if dtype not in _SPELLED:
+            raise UnsupportedValue(
+                f"{name!r} is {dtype}, for which safetensors files have no name: send it by another engine (shm, tcp), "
+                "or convert it"
+            )
+
+
 def _header(places: list[Placement]) -> bytes:
     """The beginning of a safetensors file (its length is a multiple of 64, so the tensors are aligned in the file)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for place in places:
-        if place.dtype not in _SPELLED:
-            raise InvalidInput(f"{place.name!r} is {place.dtype}, which safetensors files do not have")
         span = [place.offset, place.offset + place.nbytes]
         entries[place.name] = {"dtype": _SPELLED[place.dtype], "shape": list(place.shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -138,6 +153,7 @@ class DiskTrainer(TrainerEngine):
         if not info.folder or info.keep < 1:
             raise InvalidInput(f"{info.keep} versions to keep in folder {info.folder!r}")
         super().__init__(info, client, source)
+        _check_dtypes(source)
         self.root = Path(info.folder)
         self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it
         self._undecided: set[Path] = set()  # that were begun, and neither decided nor withdrawn since
@@ -157,6 +173,7 @@ class DiskTrainer(TrainerEngine):
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        _check_dtypes(draft.source)  # also of an adapter; a module's may have changed
         final = self.folder_of(draft.version, draft.label)
         temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with writing(self.root):
