@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from transfer_queue.errors import VersionGone
+from transfer_queue.errors import InvalidInput, VersionGone
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -27,6 +27,9 @@ from transfer_queue.weights.transport.version_folders import (
 )
 from transfer_queue.weights.transport.version_store import newest_key
 from transfer_queue.weights.version.manifest import Manifest
+
+
+TORCH_METADATA = ".metadata"  # of a checkpoint that torch's `FileSystemWriter` has made
 
 
 class Origin(Protocol):
@@ -72,7 +75,25 @@ class FolderOrigin:
 
 def newest(place: Path) -> Path:
     """The folder that LATEST names. `VersionGone`, `InvalidInput`."""
-    return place / newest_name(place / LATEST)
+    try:
+        return place / newest_name(place / LATEST)
+    except VersionGone:
+        _expect_no_other_kind(place)
+        raise
+
+
+def _expect_no_other_kind(place: Path) -> None:
+    """`InvalidInput` where other checkpoints are: no version is ever to come there."""
+    if (place / TORCH_METADATA).exists():
+        raise InvalidInput(
+            f"{place} is a checkpoint of torch's own writer, not a version: dcp.load(state, checkpoint_id=..) reads it, "
+            "without a VersionReader; what a VersionWriter saves is a version"
+        )
+    if any(place.glob("*.safetensors")):
+        raise InvalidInput(
+            f"{place} is a folder of safetensors files, not a version: SafetensorsSource(folder) reads it, or "
+            "safetensors.torch.load_file"
+        )
 
 
 class TrainerOrigin:
