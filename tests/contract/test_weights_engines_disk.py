@@ -243,6 +243,17 @@ def test_a_version_whose_writer_was_interrupted_when_it_had_its_name_is_written_
     assert same(copy_of(disk.module), disk.weights)
 
 
+def test_a_trainer_made_anew_with_the_name_of_the_run_before_hears_what_to_do(disk: Setup) -> None:
+    disk.send(1)
+    disk.trainer.shutdown()
+    again = Setup(disk.folder)
+    with pytest.raises(StaleVersion, match=r"exists already: .* needs a run_id of its own .*, or goes on with higher"):
+        again.send(2)
+    assert again.trainer.send_weights(7, deadline_s=ROOM_S).version == 7
+    again.trainer.shutdown()
+    again.engine.shutdown()
+
+
 def test_what_a_dead_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".tmp-dead", tmp_path / ".tmp-alive"
     for folder in (dead, alive):

@@ -65,7 +65,7 @@ from transfer_queue.weights.transport.version_folders import (
     withdraw_version,
     writing,
 )
-from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.manifest import OTHER_TRAINER, Manifest
 from transfer_queue.weights.version.packing import Placement, Plan, pack, plan
 from transfer_queue.weights.version.sources import _SAFETENSORS, INDEX, TensorMeta, WeightSource
 
@@ -182,7 +182,7 @@ class DiskTrainer(TrainerEngine):
             if final in self._undecided and not self._turns.is_on_its_way(draft.version):
                 self._withdraw_folder(final)  # an interrupt struck when it had its name, and nobody was told of it
             if final.exists():
-                raise StaleVersion(f"{final} exists already")
+                raise StaleVersion(f"{final} exists already: {OTHER_TRAINER}")
             self._undecided.add(final)
             try:
                 temporary.mkdir()
