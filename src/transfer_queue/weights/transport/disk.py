@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -47,13 +46,13 @@ from transfer_queue.weights.transport.version_folders import (
     LATEST,
     LENGTH,
     MANIFEST,
-    TEMPORARY,
     VersionLease,
     bucket_name,
     check_name,
     flush,
     leased,
-    newest_name,
+    new_folder,
+    of_newest,
     place_of,
     point_to,
     read_bucket,
@@ -175,7 +174,6 @@ class DiskTrainer(TrainerEngine):
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
         _check_dtypes(draft.source)  # also of an adapter; a module's may have changed
         final = self.folder_of(draft.version, draft.label)
-        temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with writing(self.root):
             self._clean()
             final.parent.mkdir(exist_ok=True)
@@ -184,16 +182,17 @@ class DiskTrainer(TrainerEngine):
             if final.exists():
                 raise StaleVersion(f"{final} exists already: {OTHER_TRAINER}")
             self._undecided.add(final)
+            lease: VersionLease | None = None
             try:
-                temporary.mkdir()
-                self._leases[final] = VersionLease(temporary, fcntl.LOCK_EX)
-                manifest = self._write(draft, temporary, deadline)
-                self._leases[final].share()
-                os.rename(temporary, final)
+                lease = self._leases[final] = new_folder(self.root)
+                manifest = self._write(draft, lease.folder, deadline)
+                lease.share()
+                os.rename(lease.folder, final)
                 self._sync(final.parent)
             except BaseException:
                 self._end_leases(final)
-                shutil.rmtree(temporary, ignore_errors=True)
+                if lease is not None:
+                    shutil.rmtree(lease.folder, ignore_errors=True)
                 remove_version(final)
                 raise
         return manifest
@@ -313,7 +312,8 @@ class DiskEngine(Engine):
         return manifest
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
-        return self._open(newest_name(self._permitted(place_of(self._root or Path(), label) / LATEST)), label)
+        latest = self._permitted(place_of(self._root or Path(), label) / LATEST)
+        return of_newest(latest, lambda name: self._open(name, label))
 
     def _open(self, name: str, label: str) -> Manifest:
         """Lease a version's folder until the update ends."""
