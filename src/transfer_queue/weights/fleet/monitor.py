@@ -31,7 +31,7 @@ class Overseer(Protocol):
     def newest(self) -> Decided | None: ...
     def fence(self, one: Replica, reason: str) -> None: ...
     def admit(self, one: Replica, serving: Serving) -> bool: ...
-    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None: ...
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None, was_ready: bool | None) -> None: ...
     def wait_for_round(self, one: Replica) -> None: ...
 
 
@@ -59,15 +59,18 @@ class ReplicaMonitor:
             newest = fleet.newest()
             was_waited_for = one.is_waited_for  # that costs it nothing, so it is no reason to wait longer and longer
             infos = [] if one.ready or newest is None or was_waited_for else self._infos()  # waits for a sending
+            was_ready: bool | None = None
             if one.busy.acquire(blocking=False):  # otherwise a round has it
                 try:
+                    was_ready = one.ready
                     well = self._look_after(infos)
+                    was_ready |= one.ready  # one that was fenced just now is brought up without a rest
                 finally:
                     one.busy.release()
                 longer_s = min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
                 rest_s = fleet.heartbeat_s if well or was_waited_for else longer_s
                 seen = newest
-            fleet.wait_for_work(one, rest_s, seen)
+            fleet.wait_for_work(one, rest_s, seen, was_ready)
         self._let_go()
 
     def _let_go(self) -> None:
