@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from transfer_queue.weights import InPlace, Receiver
 from transfer_queue.weights.dcp import VersionReader, VersionWriter, writer
@@ -67,6 +68,21 @@ def test_who_reads_latest_just_before_that_version_is_deleted_has_the_next_one(
     monkeypatch.setattr(Path, "read_bytes", look)
     assert read(tmp_path) == 2
     assert not old.exists()
+
+
+def test_an_interrupt_of_a_save_that_was_named_already_leaves_a_version_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def struck(final: Path) -> None:
+        point_to(final)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "point_to", struck)
+    with pytest.raises((KeyboardInterrupt, CheckpointException)):
+        write(tmp_path, 2)
+    assert loaded(tmp_path) == 2
 
 
 def test_a_trainer_does_not_delete_a_version_that_is_about_to_be_named(

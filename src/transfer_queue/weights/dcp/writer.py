@@ -20,6 +20,7 @@ from transfer_queue.errors import InvalidInput, NotSupported, ServiceUnavailable
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.version_folders import (
+    LATEST,
     MANIFEST,
     VersionLease,
     bucket_name,
@@ -162,7 +163,7 @@ class VersionWriter(StorageWriter):
             point_to(final)
         except BaseException:
             self._end_lease()
-            remove_version(final)
+            remove_version(final, self._root / LATEST)  # where an interrupt came after that, it is there
             raise
 
     def _decide(self, manifest: Manifest) -> Path:
