@@ -50,6 +50,7 @@ from transfer_queue.weights.transport.version_folders import (
     bucket_name,
     check_name,
     flush,
+    is_named,
     leased,
     new_folder,
     of_newest,
@@ -215,9 +216,20 @@ class DiskTrainer(TrainerEngine):
                 lease.end()
 
     def _withdraw_folder(self, folder: Path) -> None:
+        if is_named(folder, folder.parent / LATEST):  # an interrupt came as it was decided
+            self._name_before(folder)
         self._end_leases(folder)
         self._withdrawn.extend(withdraw_version(folder))
         self._undecided.discard(folder)
+
+    def _name_before(self, folder: Path) -> None:
+        """Have LATEST name what was decided before this one, or nothing."""
+        others = [one for one in self._leases if one.parent == folder.parent and one not in self._undecided]
+        before = [one for one in others if one != folder]
+        if before:
+            point_to(before[-1], self.info.sync)
+        else:
+            (folder.parent / LATEST).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """Remove what was withdrawn, as far as nobody reads it any more."""

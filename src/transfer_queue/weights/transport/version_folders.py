@@ -242,14 +242,15 @@ def remove_version(folder: Path, latest: Path | None = None) -> None:
     if not folder.exists():
         return
     with contextlib.suppress(VersionGone), leased(folder, fcntl.LOCK_EX):
-        if latest is not None and _is_named(folder, latest):
+        if latest is not None and is_named(folder, latest):
             return
         doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.rename(folder, doomed)  # nobody opens it half deleted
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _is_named(folder: Path, latest: Path) -> bool:
+def is_named(folder: Path, latest: Path) -> bool:
+    """Whether this LATEST names that version."""
     try:
         return newest_name(latest) == folder.name
     except TransferQueueError:
