@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import until
+from fleets import Site
 from weights import Direct, Net, drawn
 
 from transfer_queue.errors import NotOpen
@@ -20,6 +22,16 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "remove_adapter": lambda trainer: trainer.remove_adapter("math", deadline_s=SEND_S),
     "catch_up_infos": lambda trainer: trainer.catch_up_infos(SEND_S),
 }
+
+
+def test_a_replica_that_it_cannot_bring_up_any_more_says_why() -> None:
+    site = Site(1)
+    site.send(1)
+    assert site.trainer is not None
+    site.trainer.shutdown()
+    site.servers["a"].restart()
+    until(lambda: "was shut down" in site.fleet.status()[0].reason, "the reason why it stays behind")
+    site.close()
 
 
 @pytest.mark.parametrize("call", CALLS)

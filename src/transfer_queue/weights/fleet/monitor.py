@@ -41,6 +41,7 @@ class ReplicaMonitor:
     def __init__(self, fleet: Overseer, replica: Replica) -> None:
         self._fleet = fleet
         self._replica = replica
+        self._lacking = ""  # why what it lacks could not be had
         self._thread = threading.Thread(target=self._run, name=f"tq-fleet-{replica.name}", daemon=True)
         self._thread.start()
 
@@ -91,8 +92,10 @@ class ReplicaMonitor:
         """What brings a replica to the newest version; nothing when that cannot be had."""
         publisher = self._fleet.publisher
         try:
+            self._lacking = ""
             return publisher.catch_up_infos(self._fleet.catch_up_timeout_s) if publisher is not None else []
         except TransferQueueError as error:
+            self._lacking = f": {error}"
             log.info("replica %s: %s", self._replica.name, error)
             return []
 
@@ -137,7 +140,7 @@ class ReplicaMonitor:
         if not found.is_newest(newest):
             self._pause()
             if not infos or (infos[0]["version"], infos[0]["run_id"]) != newest[:2]:
-                raise VersionGone(f"version {newest.version} cannot be had now")
+                raise VersionGone(f"version {newest.version} cannot be had now{self._lacking}")
             self._meet()
             self._install(newest, infos)
             found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))
