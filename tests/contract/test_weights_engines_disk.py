@@ -243,6 +243,38 @@ def test_a_version_whose_writer_was_interrupted_when_it_had_its_name_is_written_
     assert same(copy_of(disk.module), disk.weights)
 
 
+@pytest.mark.parametrize("num", [0, 1])
+def test_an_update_that_is_interrupted_as_latest_names_it_leaves_the_version_before_there(
+    disk: Setup, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    for seed in range(num):
+        disk.send(seed)
+
+    def struck(final: Path, sync: bool) -> None:
+        monkeypatch.undo()
+        point_to(final, sync)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk_transport, "point_to", struck)
+    with pytest.raises(KeyboardInterrupt):
+        disk.send(5)
+    named = (disk.folder / LATEST).exists()
+    assert (named, disk.versions()) == (num > 0, [newest_name(disk.folder / LATEST)] if named else [])
+    disk.send(6)
+    assert newest_name(disk.folder / LATEST) == disk.versions()[-1]
+
+
+def test_a_trainer_made_anew_with_the_name_of_the_run_before_hears_what_to_do(disk: Setup) -> None:
+    disk.send(1)
+    disk.trainer.shutdown()
+    again = Setup(disk.folder)
+    with pytest.raises(StaleVersion, match=r"exists already: .* needs a run_id of its own .*, or goes on with higher"):
+        again.send(2)
+    assert again.trainer.send_weights(7, deadline_s=ROOM_S).version == 7
+    again.trainer.shutdown()
+    again.engine.shutdown()
+
+
 def test_what_a_dead_writer_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
     dead, alive = tmp_path / ".tmp-dead", tmp_path / ".tmp-alive"
     for folder in (dead, alive):

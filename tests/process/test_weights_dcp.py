@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import weights_checkpoint_ranks
 import weights_ranks
 from conftest import Child
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from weights import root
 from weights_ranks import Model, drawn
@@ -301,6 +302,19 @@ def test_a_version_that_is_not_there_or_unreadable_is_named(tmp_path: Path) -> N
     for text in (b"../elsewhere", b"v1\0", b"\xff"):
         (tmp_path / "LATEST").write_bytes(text)
         assert isinstance(fault(lambda: loaded(like, folder=tmp_path)), InvalidInput)
+
+
+def test_a_checkpoint_of_another_kind_is_told_from_a_folder_without_versions(tmp_path: Path) -> None:
+    like = {"a": torch.ones(2)}
+    plain, files = tmp_path / "plain", tmp_path / "files"
+    dcp.save(like, checkpoint_id=plain)
+    files.mkdir()
+    save_file(like, files / "model.safetensors")
+    for folder, remedy in ((plain, "checkpoint_id"), (files, "SafetensorsSource")):
+        found = fault(lambda folder=folder: loaded(like, folder=folder))
+        assert isinstance(found, InvalidInput)
+        assert str(folder) in str(found)
+        assert remedy in str(found)
 
 
 def test_a_reader_needs_one_place_and_a_writer_a_name_for_the_folder(tmp_path: Path) -> None:

@@ -203,6 +203,23 @@ def test_a_defect_is_told_without_its_details(caplog: pytest.LogCaptureFixture) 
         assert client.get_weight_version() == "default"
 
 
+def test_a_refusal_that_is_to_be_expected_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    gate, receiver = Gate(), receiver_of(model())
+    control = Control(Inline(receiver), receiver, generation=gate, pause_timeout_s=0.05)
+    with serve(control, token=TOKEN) as server, gate.request("running"), pytest.raises(DeadlineExceeded):
+        WeightSyncClient(server.url, TOKEN).pause_generation("wait")
+    refused = [one for one in caplog.records if "/pause" in one.getMessage()]
+    assert [(one.levelname, one.exc_info) for one in refused] == [("WARNING", None)]
+
+
+def test_a_call_that_was_late_itself_says_what_it_waited_for() -> None:
+    gate, receiver = Gate(), receiver_of(model())
+    control = Control(Inline(receiver), receiver, generation=gate, pause_timeout_s=0.05)
+    asked = pytest.raises(DeadlineExceeded, match="1 requests ran on")
+    with serve(control, token=TOKEN) as server, gate.request("running"), asked:
+        WeightSyncClient(server.url, TOKEN).pause_generation("wait")
+
+
 def test_a_call_has_a_deadline_and_the_server_goes_on() -> None:
     go_on = threading.Event()
 

@@ -300,6 +300,12 @@ def test_a_setting_that_a_trainer_does_not_have_is_refused_with_the_nearest_one(
             trainer.trainer_init({"rank": 0, "world": 2}, client=Pipe("tcp"), source=source)
 
 
+def test_the_nearest_setting_is_called_by_its_name_of_today() -> None:
+    for wrong in ("path", "epoc"):
+        with pytest.raises(InvalidInput, match=f"no '{wrong}'; the nearest is 'run_id'"):
+            registry.trainer("shm").trainer_init({wrong: "x"}, client=Pipe("shm"), source=StateDictSource({}))
+
+
 def test_a_trainer_with_one_rank_may_be_told_so() -> None:
     pipe, source = Pipe("shm"), StateDictSource(copy_of(Net()))
     told = {"rank": 0, "world": 1, "epoch": "run"}

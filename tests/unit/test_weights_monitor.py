@@ -46,6 +46,7 @@ class Watched:
 
     def __init__(self, count: int) -> None:
         self.rests: list[float] = []
+        self.fences: list[bool] = []  # which wake it up at once
         self._count = count
 
     def newest(self) -> Decided:
@@ -57,9 +58,19 @@ class Watched:
     def admit(self, one: Replica, serving: Serving) -> bool:
         raise AssertionError("it is not well")
 
-    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None, was_ready: bool | None) -> None:
         self.rests.append(timeout_s)
+        self.fences.append(was_ready is True and not one.ready)
         one.left = len(self.rests) == self._count
+
+
+def test_a_replica_that_is_found_anew_is_brought_up_without_a_rest() -> None:
+    fleet, one = Watched(3), Replica("a", Member(ServiceUnavailable("it was started anew")))
+    one.ready = True
+    monitor = ReplicaMonitor(fleet, one)  # type: ignore[arg-type]
+    until(lambda: len(fleet.rests) == 3, "three looks at the replica")
+    monitor.close(5)
+    assert fleet.fences == [True, False, False]
 
 
 def rests_of(member: Member) -> list[float]:

@@ -144,6 +144,17 @@ def test_a_partial_version_leaves_the_rest(make: Make) -> None:
     assert same(live(receiver), {**first, "first.bias": second["first.bias"], "steps": second["steps"]})
 
 
+def test_what_versions_lack_keeps_the_value_that_the_server_gave_it(make: Make) -> None:
+    receiver = Receiver(make(Net(), strict=False))
+    for version in (1, 2, 3, 4):
+        weights = drawn(Net(), version)
+        del weights["steps"]
+        install(receiver, full(weights, version))
+        with receiver.reading() as found:
+            assert found.module.steps == version - 1
+            found.module.steps += 1
+
+
 def test_casting_is_by_choice_and_among_floats(make: Make) -> None:
     weights = drawn(Net(), 1)
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from transfer_queue.errors import VersionGone
+from transfer_queue.errors import InvalidInput, VersionGone
 from transfer_queue.weights.receive.staging import Staging
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -22,11 +22,13 @@ from transfer_queue.weights.transport.version_folders import (
     MANIFEST,
     bucket_name,
     leased,
-    newest_name,
+    of_newest,
     read_bucket,
 )
 from transfer_queue.weights.transport.version_store import newest_key
 from transfer_queue.weights.version.manifest import Manifest
+
+TORCH_METADATA = ".metadata"  # of a checkpoint that torch's `FileSystemWriter` has made
 
 
 class Origin(Protocol):
@@ -51,8 +53,18 @@ class FolderOrigin:
 
     @system_faults()
     def open(self) -> Manifest:
+        if (self._given / MANIFEST).exists():
+            return self._read(self._given)
+        try:
+            return of_newest(self._given / LATEST, lambda name: self._read(self._given / name))
+        except VersionGone:
+            _expect_no_other_kind(self._given)
+            raise
+
+    def _read(self, folder: Path) -> Manifest:
+        """Hold it, too."""
         self.close()
-        self._folder = self._given if (self._given / MANIFEST).exists() else newest(self._given)
+        self._folder = folder
         self._lease.enter_context(leased(self._folder, fcntl.LOCK_SH))
         try:
             return Manifest.decode((self._folder / MANIFEST).read_bytes())
@@ -70,9 +82,18 @@ class FolderOrigin:
         self._lease.close()
 
 
-def newest(place: Path) -> Path:
-    """The folder that LATEST names. `VersionGone`, `InvalidInput`."""
-    return place / newest_name(place / LATEST)
+def _expect_no_other_kind(place: Path) -> None:
+    """`InvalidInput` where other checkpoints are: no version is ever to come there."""
+    if (place / TORCH_METADATA).exists():
+        raise InvalidInput(
+            f"{place} is a checkpoint of torch's own writer, not a version: dcp.load(state, checkpoint_id=..) reads "
+            "it, without a VersionReader; what a VersionWriter saves is a version"
+        )
+    if any(place.glob("*.safetensors")):
+        raise InvalidInput(
+            f"{place} is a folder of safetensors files, not a version: SafetensorsSource(folder) reads it, or "
+            "safetensors.torch.load_file"
+        )
 
 
 class TrainerOrigin:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import os
-import secrets
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -23,11 +20,12 @@ from transfer_queue.errors import InvalidInput, NotSupported, ServiceUnavailable
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.transport.info import checked_version
 from transfer_queue.weights.transport.version_folders import (
+    LATEST,
     MANIFEST,
-    TEMPORARY,
+    VersionLease,
     bucket_name,
     flush,
-    leased,
+    new_folder,
     piece_name,
     point_to,
     remove_leftovers,
@@ -84,7 +82,7 @@ class VersionWriter(StorageWriter):
         self._name = version_name(self._version, run_id)
         self._bucket_nbytes = bucket_nbytes
         self._temporary: Path | None = None
-        self._lease = contextlib.ExitStack()
+        self._lease: VersionLease | None = None  # until LATEST names it
         self._shares: list[Portion] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -137,15 +135,9 @@ class VersionWriter(StorageWriter):
             manifest = self._sealed([[one.storage_data for one in found] for found in results])
             with writing(self._root):
                 final = self._decide(manifest)
+            self._point_to(final)
         finally:
             self.close()
-        try:
-            with writing(self._root):
-                sync_directory(self._root)
-            point_to(final)
-        except BaseException:
-            remove_version(final)
-            raise
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -156,12 +148,29 @@ class VersionWriter(StorageWriter):
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
-        self._lease.close()
+        self._end_lease()
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.end()
+            self._lease = None
+
+    def _point_to(self, final: Path) -> None:
+        """Have LATEST name it. Until then it is held: a trainer that deletes old versions is not to take it for one."""
+        try:
+            with writing(self._root):
+                sync_directory(self._root)
+            point_to(final)
+        except BaseException:
+            self._end_lease()
+            remove_version(final, self._root / LATEST)  # where an interrupt came after that, it is there
+            raise
 
     def _decide(self, manifest: Manifest) -> Path:
         """Make it the version, by its name; its folder."""
         temporary, final = self._temporary, self._root / self._name
         assert temporary is not None
+        assert self._lease is not None
         _check_files(temporary, manifest)
         with open(temporary / MANIFEST, "xb") as file:
             file.write(manifest.encode())
@@ -169,6 +178,7 @@ class VersionWriter(StorageWriter):
         sync_directory(temporary)
         if final.exists():  # somebody made it meanwhile
             raise StaleVersion(f"{final} exists already")
+        self._lease.share()
         os.rename(temporary, final)
         self._temporary = None
         return final
@@ -180,9 +190,8 @@ class VersionWriter(StorageWriter):
             remove_leftovers(self._root)
             if (self._root / self._name).exists():
                 raise StaleVersion(f"{self._root / self._name} exists already")
-            self._temporary = self._root / f"{TEMPORARY}{secrets.token_hex(8)}"
-            self._temporary.mkdir()
-            self._lease.enter_context(leased(self._temporary, fcntl.LOCK_EX))
+            self._lease = new_folder(self._root)
+            self._temporary = self._lease.folder
         return self._temporary.name
 
     def _write(

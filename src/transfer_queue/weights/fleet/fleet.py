@@ -238,7 +238,8 @@ class Fleet(Follower):
             if wanted is None:
                 wanted = len([one for one in counted if self._round.is_wanted(one)])
             if counted and len(verified) < max(wanted, 1):
-                raise self._round.error(f"{len(verified)} of {len(counted)} replicas have verified it")
+                remedy = self._fence_lacking(self._round)
+                raise self._round.error(f"{len(verified)} of {len(counted)} replicas have verified it{remedy}")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Phase two: from here on this is the version. Raises when nobody committed, though some were to."""
@@ -263,6 +264,19 @@ class Fleet(Follower):
         with self._changed:
             found = list(self._replicas.values())
         return [one for one in found if one.answers] or found
+
+    def _fence_lacking(self, found: Round) -> str:
+        """Who lacks the weights that an adapter is for was started anew since it was asked last: its thread brings
+        them. What that means for who sends it."""
+        lacking = found.lacking_base()
+        for one in lacking:
+            self.fence(one, found.reason(one))
+        names = ", ".join(one.name for one in lacking)
+        return (
+            f" ({names}: sent the weights that it is for now; once `wait_ready` returns, send it again)"
+            if names
+            else ""
+        )
 
     def _take(self, wanted: Callable[[Replica], bool], limit_s: float) -> list[Replica]:
         """The replicas that are wanted, for us alone; not those that are busy for longer than that, or a heartbeat."""
@@ -393,9 +407,9 @@ class Fleet(Follower):
                 self._note_change()
             return True
 
-    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None:
-        """Sleep until there is something to do for a replica: another version, a fence, leaving, or the time is up."""
-        was_ready = one.ready
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None, was_ready: bool | None) -> None:
+        """Sleep until there is something to do for a replica: another version, a fence, leaving, or the time is up.
+        `was_ready`: as it was looked at; None: it could not be looked at, as a round had it."""
 
         def wanted() -> bool:
             changed = self._newest != seen or one.ready != was_ready

@@ -31,7 +31,7 @@ class Overseer(Protocol):
     def newest(self) -> Decided | None: ...
     def fence(self, one: Replica, reason: str) -> None: ...
     def admit(self, one: Replica, serving: Serving) -> bool: ...
-    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None) -> None: ...
+    def wait_for_work(self, one: Replica, timeout_s: float, seen: Decided | None, was_ready: bool | None) -> None: ...
     def wait_for_round(self, one: Replica) -> None: ...
 
 
@@ -41,6 +41,7 @@ class ReplicaMonitor:
     def __init__(self, fleet: Overseer, replica: Replica) -> None:
         self._fleet = fleet
         self._replica = replica
+        self._lacking = ""  # why what it lacks could not be had
         self._thread = threading.Thread(target=self._run, name=f"tq-fleet-{replica.name}", daemon=True)
         self._thread.start()
 
@@ -59,15 +60,18 @@ class ReplicaMonitor:
             newest = fleet.newest()
             was_waited_for = one.is_waited_for  # that costs it nothing, so it is no reason to wait longer and longer
             infos = [] if one.ready or newest is None or was_waited_for else self._infos()  # waits for a sending
+            was_ready: bool | None = None
             if one.busy.acquire(blocking=False):  # otherwise a round has it
                 try:
+                    was_ready = one.ready
                     well = self._look_after(infos)
+                    was_ready |= one.ready  # one that was fenced just now is brought up without a rest
                 finally:
                     one.busy.release()
                 longer_s = min(2 * rest_s, max(MAX_REST_S, fleet.heartbeat_s))
                 rest_s = fleet.heartbeat_s if well or was_waited_for else longer_s
                 seen = newest
-            fleet.wait_for_work(one, rest_s, seen)
+            fleet.wait_for_work(one, rest_s, seen, was_ready)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -88,8 +92,10 @@ class ReplicaMonitor:
         """What brings a replica to the newest version; nothing when that cannot be had."""
         publisher = self._fleet.publisher
         try:
+            self._lacking = ""
             return publisher.catch_up_infos(self._fleet.catch_up_timeout_s) if publisher is not None else []
         except TransferQueueError as error:
+            self._lacking = f": {error}"
             log.info("replica %s: %s", self._replica.name, error)
             return []
 
@@ -134,7 +140,7 @@ class ReplicaMonitor:
         if not found.is_newest(newest):
             self._pause()
             if not infos or (infos[0]["version"], infos[0]["run_id"]) != newest[:2]:
-                raise VersionGone(f"version {newest.version} cannot be had now")
+                raise VersionGone(f"version {newest.version} cannot be had now{self._lacking}")
             self._meet()
             self._install(newest, infos)
             found = one.ask(fleet.publisher, Deadline(fleet.call_timeout_s))

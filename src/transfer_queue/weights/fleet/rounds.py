@@ -7,7 +7,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from transfer_queue.errors import NotInitialized, ServiceUnavailable, TransferQueueError, UpdateInProgress
+from transfer_queue.errors import (
+    NotInitialized,
+    ServiceUnavailable,
+    StaleBase,
+    TransferQueueError,
+    UpdateInProgress,
+)
 from transfer_queue.weights.fleet.replica import Replica, Serving, at_once, gathered
 from transfer_queue.weights.receive.gate import Mode
 from transfer_queue.weights.transport.clients import FINISH_SHARE, START_S, START_SHARE, UPDATE_SHARE
@@ -152,6 +158,11 @@ class Round:
 
     def reason(self, one: Replica) -> str:
         return str(self._failed[one]) if one in self._failed else ""
+
+    def lacking_base(self) -> list[Replica]:
+        """Who has not the weights that this adapter is for."""
+        is_adapter = (self.info or {}).get("label")
+        return [one for one, error in self._failed.items() if is_adapter and isinstance(error, StaleBase)]
 
     def error(self, text: str) -> TransferQueueError:
         """What went wrong, of the kind of the `foremost`."""

@@ -8,7 +8,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from transfer_queue.errors import AccessDenied, DeadlineExceeded, InvalidInput, NotSupported, TooManyConnections
+from transfer_queue.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InvalidInput,
+    NotSupported,
+    TooManyConnections,
+    TransferQueueError,
+)
 from transfer_queue.weights.control.control import Control
 from transfer_queue.weights.control.control_async import AsyncControl
 from transfer_queue.weights.http import bodies
@@ -31,6 +38,7 @@ BODY_TIMEOUT_S = 30.0
 MAX_CALLS = 64
 CALL_TIMEOUT_S = 660.0  # more than the steps' own deadlines, which end them cleanly
 TURNS = 3  # of the event loop, in which it reads the end of a connection that lies behind the body
+EXPECTED = (503, 504)  # a server that is busy, paused or late says so: nothing is wrong with its program
 Answer: TypeAlias = "dict[str, Any]"
 log = logging.getLogger(__name__)
 
@@ -100,10 +108,9 @@ class _Routes:
         async def answer(request: Request) -> Response:
             try:
                 return JSONResponse(await asyncio.wait_for(call(request), self._call_timeout_s))
-            except asyncio.TimeoutError:
-                late = DeadlineExceeded(f"no result within {self._call_timeout_s} s: it may still come")
-                return _refuse(bodies.Refusal(late))
             except Exception as error:  # noqa: BLE001  the server lives on, whatever a call ran into
+                if isinstance(error, asyncio.TimeoutError) and not isinstance(error, TransferQueueError):
+                    error = DeadlineExceeded(f"no result within {self._call_timeout_s} s: it may still come")
                 return _refuse(_told(error, request))
 
         return answer
@@ -264,7 +271,9 @@ def _refuse(refusal: bodies.Refusal) -> JSONResponse:
 
 def _told(error: Exception, request: Request) -> bodies.Refusal:
     refusal = bodies.refusal_of(error)
-    if refusal.status >= 500:
+    if refusal.status in EXPECTED:
+        log.warning("%s: %s", request.url.path, refusal)
+    elif refusal.status >= 500:
         log.error("%s failed", request.url.path, exc_info=error)
     return refusal
 

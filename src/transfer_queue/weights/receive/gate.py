@@ -97,7 +97,7 @@ class Gate:
 
         with self._changed:
             if not self._changed.wait_for(settled, timeout_s):
-                raise DeadlineExceeded(f"{len(self._requests)} requests ran on for {timeout_s} s: not paused")
+                raise DeadlineExceeded(f"{len(self._requests)} requests ran on for {timeout_s:.3g} s: not paused")
 
     def resume(self) -> None:
         with self._changed:

@@ -350,13 +350,17 @@ class Flip(_ModuleTarget):
             _expect_writable(weights)
         self._spare = spare
         self._behind = set(mine) - set(ties(mine))  # tensors whose values the spare may not have
+        self._kept: set[str] = set()  # that the version which was checked last lacks: the server may change them
         self._entered = threading.Condition()
         self._num_readers = {id(module): 0, id(spare): 0}
         self._reads: ContextVar[Sequence[Live]] = ContextVar("tq-reads", default=())  # one, or none any more
 
     def check(self, contents: Contents) -> None:
         super().check(contents)
-        _expect_writable(named_weights(self._spare))  # a forward pass may have assigned a buffer
+        spare = named_weights(self._spare)
+        _expect_writable(spare)  # a forward pass may have assigned a buffer
+        same = ties(spare)
+        self._kept = set(spare) - set(same) - {same.get(name, name) for name in contents}
 
     def prepare(self, staged: Tensors) -> dict[str, torch.Tensor]:
         return once(staged, ties(named_weights(self._module)))
@@ -367,7 +371,7 @@ class Flip(_ModuleTarget):
                 raise DeadlineExceeded(f"forward passes in the module to write did not end within {timeout_s} s")
         live, spare = named_weights(self._module), named_weights(self._spare)
         _synchronize(spare.values())  # forward passes that left it may have kernels in a queue that read it still
-        behind = self._behind - set(prepared)
+        behind = (self._behind | self._kept) - set(prepared)
         self._behind |= set(prepared)
         try:
             _put_all((spare[name].detach(), live[name].detach()) for name in behind)

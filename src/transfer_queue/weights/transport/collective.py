@@ -35,6 +35,7 @@ from transfer_queue.weights.transport.deadline import Deadline, TimedCall
 from transfer_queue.weights.transport.info import InitInfo, UpdateInfo, key_of
 from transfer_queue.weights.transport.pending import PendingVersion
 from transfer_queue.weights.transport.serving import listen_tcp
+from transfer_queue.weights.transport.ticket import SHUT_DOWN
 from transfer_queue.weights.transport.trainer import TrainerEngine, TrainerInfo
 from transfer_queue.weights.version.manifest import MAX_NBYTES, Manifest
 from transfer_queue.weights.version.packing import digests, pack, plan
@@ -206,7 +207,7 @@ class CollectiveTrainer(TrainerEngine):
 
     def receivers_info(self) -> dict[str, Any]:
         if self._store is None:
-            raise NotOpen("this trainer was shut down")
+            raise NotOpen(SHUT_DOWN)
         return {
             "host": advertised(self.info.host), "port": self._store.port, "round": self._round, "rank_offset": 1,
             "world_size": self.info.world_size, "backend": self.info.backend, "device": self.info.device,

@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import os
-import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +26,14 @@ from typing import Any
 
 import torch
 
-from transfer_queue.errors import DigestMismatch, InvalidInput, NotSupported, StaleVersion, VersionGone
+from transfer_queue.errors import (
+    DigestMismatch,
+    InvalidInput,
+    NotSupported,
+    StaleVersion,
+    UnsupportedValue,
+    VersionGone,
+)
 from transfer_queue.memory.memfd import sync_directory
 from transfer_queue.weights.receive.receiver import Receiver
 from transfer_queue.weights.transport.base import Engine
@@ -40,13 +46,14 @@ from transfer_queue.weights.transport.version_folders import (
     LATEST,
     LENGTH,
     MANIFEST,
-    TEMPORARY,
     VersionLease,
     bucket_name,
     check_name,
     flush,
+    is_named,
     leased,
-    newest_name,
+    new_folder,
+    of_newest,
     place_of,
     point_to,
     read_bucket,
@@ -58,7 +65,7 @@ from transfer_queue.weights.transport.version_folders import (
     withdraw_version,
     writing,
 )
-from transfer_queue.weights.version.manifest import Manifest
+from transfer_queue.weights.version.manifest import OTHER_TRAINER, Manifest
 from transfer_queue.weights.version.packing import Placement, Plan, pack, plan
 from transfer_queue.weights.version.sources import _SAFETENSORS, INDEX, TensorMeta, WeightSource
 
@@ -116,12 +123,20 @@ class Aligned:
         return self._source.aliases()
 
 
+def _check_dtypes(source: WeightSource) -> None:
+    """`UnsupportedValue` for what no safetensors file can have."""
+    for name, dtype, _ in source.specs():
+        if dtype not in _SPELLED:
+            raise UnsupportedValue(
+                f"{name!r} is {dtype}, for which safetensors files have no name: send it by another engine (shm, tcp), "
+                "or convert it"
+            )
+
+
 def _header(places: list[Placement]) -> bytes:
     """The beginning of a safetensors file (its length is a multiple of 64, so the tensors are aligned in the file)."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for place in places:
-        if place.dtype not in _SPELLED:
-            raise InvalidInput(f"{place.name!r} is {place.dtype}, which safetensors files do not have")
         span = [place.offset, place.offset + place.nbytes]
         entries[place.name] = {"dtype": _SPELLED[place.dtype], "shape": list(place.shape), "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -138,6 +153,7 @@ class DiskTrainer(TrainerEngine):
         if not info.folder or info.keep < 1:
             raise InvalidInput(f"{info.keep} versions to keep in folder {info.folder!r}")
         super().__init__(info, client, source)
+        _check_dtypes(source)
         self.root = Path(info.folder)
         self._withdrawn: list[Path] = []  # that were read then, maybe by somebody frozen; a ticket's thread adds to it
         self._undecided: set[Path] = set()  # that were begun, and neither decided nor withdrawn since
@@ -157,26 +173,27 @@ class DiskTrainer(TrainerEngine):
         return {**super().update_info(manifest, deadline), "name": self.folder_of(manifest.version).name}
 
     def _publish(self, draft: PendingVersion, deadline: Deadline) -> Manifest:
+        _check_dtypes(draft.source)  # also of an adapter; a module's may have changed
         final = self.folder_of(draft.version, draft.label)
-        temporary = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
         with writing(self.root):
             self._clean()
             final.parent.mkdir(exist_ok=True)
             if final in self._undecided and not self._turns.is_on_its_way(draft.version):
                 self._withdraw_folder(final)  # an interrupt struck when it had its name, and nobody was told of it
             if final.exists():
-                raise StaleVersion(f"{final} exists already")
+                raise StaleVersion(f"{final} exists already: {OTHER_TRAINER}")
             self._undecided.add(final)
+            lease: VersionLease | None = None
             try:
-                temporary.mkdir()
-                self._leases[final] = VersionLease(temporary, fcntl.LOCK_EX)
-                manifest = self._write(draft, temporary, deadline)
-                self._leases[final].share()
-                os.rename(temporary, final)
+                lease = self._leases[final] = new_folder(self.root)
+                manifest = self._write(draft, lease.folder, deadline)
+                lease.share()
+                os.rename(lease.folder, final)
                 self._sync(final.parent)
             except BaseException:
                 self._end_leases(final)
-                shutil.rmtree(temporary, ignore_errors=True)
+                if lease is not None:
+                    shutil.rmtree(lease.folder, ignore_errors=True)
                 remove_version(final)
                 raise
         return manifest
@@ -199,9 +216,20 @@ class DiskTrainer(TrainerEngine):
                 lease.end()
 
     def _withdraw_folder(self, folder: Path) -> None:
+        if is_named(folder, folder.parent / LATEST):  # an interrupt came as it was decided
+            self._name_before(folder)
         self._end_leases(folder)
         self._withdrawn.extend(withdraw_version(folder))
         self._undecided.discard(folder)
+
+    def _name_before(self, folder: Path) -> None:
+        """Have LATEST name what was decided before this one, or nothing."""
+        others = [one for one in self._leases if one.parent == folder.parent and one not in self._undecided]
+        before = [one for one in others if one != folder]
+        if before:
+            point_to(before[-1], self.info.sync)
+        else:
+            (folder.parent / LATEST).unlink(missing_ok=True)
 
     def _clean(self) -> None:
         """Remove what was withdrawn, as far as nobody reads it any more."""
@@ -296,7 +324,8 @@ class DiskEngine(Engine):
         return manifest
 
     def _newest(self, deadline: Deadline, label: str = "") -> Manifest:
-        return self._open(newest_name(self._permitted(place_of(self._root or Path(), label) / LATEST)), label)
+        latest = self._permitted(place_of(self._root or Path(), label) / LATEST)
+        return of_newest(latest, lambda name: self._open(name, label))
 
     def _open(self, name: str, label: str) -> Manifest:
         """Lease a version's folder until the update ends."""

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from transfer_queue.errors import InvalidInput, ServiceUnavailable, StaleBase, TransferQueueError, error_from_code
+from transfer_queue.errors import (
+    InvalidInput,
+    NotOpen,
+    ServiceUnavailable,
+    StaleBase,
+    TransferQueueError,
+    error_from_code,
+)
 from transfer_queue.trace.switch import start_as_told
 from transfer_queue.weights.transport import protocol as p
 from transfer_queue.weights.transport.deadline import Deadline
@@ -29,7 +36,7 @@ from transfer_queue.weights.transport.ranks import (
     Sealed,
 )
 from transfer_queue.weights.transport.serving import WeightServer, gone, listen_tcp
-from transfer_queue.weights.transport.ticket import PublishTicket
+from transfer_queue.weights.transport.ticket import SHUT_DOWN, PublishTicket
 from transfer_queue.weights.transport.version_store import LastAsked
 from transfer_queue.weights.version.anchor import CellChanges, VersionAnchor
 from transfer_queue.weights.version.sealing import PackedCells
@@ -121,6 +128,7 @@ class Holder:
         self._source = source
         self._busy = threading.Lock()
         self._ticket: PublishTicket | None = None
+        self._is_over = False
         self._base: HeldBase | None = None
         self._unsure: HeldDraft | None = None  # whose update failed here: rank 0 may have decided it nevertheless
         self.store = HeldBuckets(info.keep)
@@ -180,6 +188,8 @@ class Holder:
 
     def _settle(self, deadline: Deadline) -> None:
         """What was published before has ended."""
+        if self._is_over:
+            raise NotOpen(SHUT_DOWN)
         if self._ticket is not None:
             self._ticket.settle(deadline)
 
@@ -293,6 +303,7 @@ class Holder:
 
     def shutdown(self) -> None:
         """Leave, once what is on its way has ended. Receivers keep their weights. Repeatable."""
+        self._is_over = True
         if self._ticket is not None:
             self._ticket.wait()
         self._link.close()

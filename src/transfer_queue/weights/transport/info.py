@@ -18,6 +18,7 @@ from transfer_queue.weights.version.manifest import Manifest
 from transfer_queue.weights.version.packing import BUCKET_NBYTES
 
 INIT_TIMEOUT_S = 60.0
+OLD_NAMES = {"epoch": "run_id"}  # of settings, taken still
 Info = Mapping[str, Any]
 MOST_VERSION = 1 << 62  # as manifests have it (`Count`)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -114,14 +115,15 @@ def settings_of(info: object, form: type[S]) -> S:
     setting that does nothing. Of a transport with one rank, that this is the only one may be said, as vLLM's
     programs do."""
     if isinstance(info, Mapping):
-        known = {*form.__struct_encode_fields__, "epoch"}
+        known = {*form.__struct_encode_fields__, *OLD_NAMES}
         alone = {"rank": 0, "world": 1}
         for key in info:
             if key in known or (key in alone and info[key] == alone[key]):
                 continue
             if key in alone:
                 raise InvalidInput(f"{form.__name__}: {key!r} is {info[key]!r}, and this transport has one rank")
-            raise InvalidInput(f"{form.__name__} has no {key!r}; the nearest is {nearest(str(key), known)!r}")
+            meant = nearest(str(key), known)
+            raise InvalidInput(f"{form.__name__} has no {key!r}; the nearest is {OLD_NAMES.get(meant, meant)!r}")
     return parse(info, form)
 
 

@@ -141,7 +141,7 @@ class TcpTrainer(TrainerEngine):
         self.store = TensorStore(info.keep)
         self._plan: tuple[object, list[ShardPlan]] | None = None  # with what it was made for
         self._ranks = RankMeeting(info.world, self.run_id) if info.world > 1 else None
-        self._in_turn |= self._ranks is not None
+        self._turns.in_turn |= self._ranks is not None
         self._led: tuple[str, ...] = ()  # the keys of what several ranks are giving
         self._holders: list[str] = []  # of several ranks, by rank, the addresses of those that gave the last version
         self._wants = WantTables(Specs.of(source.specs(), source.aliases()))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from transfer_queue.background_call import BackgroundCall
-from transfer_queue.errors import DeadlineExceeded, StaleVersion
+from transfer_queue.errors import DeadlineExceeded, NotOpen, StaleVersion
 from transfer_queue.weights.transport.deadline import Deadline, checked_s, held
 from transfer_queue.weights.transport.faults import cut_text
 from transfer_queue.weights.transport.pending import PendingVersion, SyncReport
@@ -18,6 +18,7 @@ from transfer_queue.weights.version.manifest import Manifest
 
 log = logging.getLogger("transfer_queue.weights")
 LEAVE_S = 600.0  # every update has a deadline
+SHUT_DOWN = "this trainer was shut down, and sends nothing any more: make another one (`trainer_init`)"
 LOOK_S = 0.1  # how often a version that waits for its turn looks whether it gave way: a lock tells nobody of that
 
 
@@ -91,9 +92,14 @@ class PublishTicket:
 
 
 class UpdateTurns:
-    """Whose version is on its way: one at a time, and at most one that was published waits for its turn."""
+    """Whose version is on its way: one at a time, and at most one that was published waits for its turn.
 
-    def __init__(self) -> None:
+    `in_turn`: a version is not packed before the one before it has ended. Once it is over (`end`) there are no turns
+    but of what was published before: `NotOpen`."""
+
+    def __init__(self, in_turn: bool) -> None:
+        self.in_turn = in_turn
+        self._is_over = False
         self._busy = threading.RLock()
         self._tickets: list[PublishTicket] = []  # that have not ended
 
@@ -101,6 +107,8 @@ class UpdateTurns:
     def turn(self, deadline: Deadline, ticket: PublishTicket | None = None) -> Iterator[None]:
         """Within, no other version is on its way. `ticket`: of the one that waits; `StaleVersion` once it gave way."""
         left_s, limit_s = deadline.left(), math.inf if ticket is None else LOOK_S
+        if ticket is None:
+            self._expect_open()
         while ticket is None or ticket.waits:
             with held(self._busy, min(left_s, limit_s)) as is_held:
                 if is_held:
@@ -108,6 +116,12 @@ class UpdateTurns:
                     return
             left_s = deadline.left("another version, which was on its way,")
         raise ticket.given_way()
+
+    def prepare(self, deadline: Deadline) -> None:
+        """Before a version is packed."""
+        self._expect_open()
+        if self.in_turn:
+            self.settle(deadline)
 
     def is_on_its_way(self, version: int) -> bool:
         return any(one.version == version and not one.done for one in self._tickets)
@@ -127,6 +141,11 @@ class UpdateTurns:
             ticket.settle(deadline)
 
     def end(self) -> None:
-        """Wait for what is on its way, whose deadlines end it."""
+        """Wait for what is on its way, whose deadlines end it. Repeatable."""
+        self._is_over = True
         for ticket in self._tickets:
             ticket.wait()
+
+    def _expect_open(self) -> None:
+        if self._is_over:
+            raise NotOpen(SHUT_DOWN)

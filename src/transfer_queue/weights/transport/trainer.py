@@ -81,9 +81,8 @@ class TrainerEngine(AdapterCalls):
         self._adapters: dict[str, str | None] = {}  # label -> base_root, of those that all receivers have
         self._client = client
         self._source = source
-        self._turns = UpdateTurns()
+        self._turns = UpdateTurns(in_turn=info.anchor_every > 1)
         self._packing = threading.Lock()  # one version at a time, also while another one is on its way
-        self._in_turn = info.anchor_every > 1  # a version is packed when the one before is not on its way any more
         self._base: Base | None = None
         self._newest: dict[str, Manifest] = {}  # that was decided, by `label_of`
         self._num_deltas = self._num_silent = 0
@@ -127,7 +126,7 @@ class TrainerEngine(AdapterCalls):
         servers of ours behind a `WeightSyncClient`, those that do not answer keep nobody: see `SyncReport.missed`.
         """
         deadline = Deadline(deadline_s)
-        self._settle(deadline)
+        self._turns.prepare(deadline)
         with self._turns.turn(deadline), self._concluding():
             draft = self._drafted(version, full)
             report = self._send_to_all(draft, deadline)
@@ -161,7 +160,7 @@ class TrainerEngine(AdapterCalls):
         if not self._can_publish:
             raise NotSupported("published versions are packed before they are sent: send_weights")
         deadline = Deadline(deadline_s)
-        self._settle(deadline)
+        self._turns.prepare(deadline)
         with self._concluding(), self._packing:
             draft = self._drafted(version)
             if self._turns.is_on_its_way(draft.version):
@@ -196,10 +195,6 @@ class TrainerEngine(AdapterCalls):
                 raise
             self._conclude(report)
             return report
-
-    def _settle(self, deadline: Deadline) -> None:
-        if self._in_turn:
-            self._turns.settle(deadline)
 
     @contextmanager
     def _concluding(self) -> Iterator[None]:
@@ -264,7 +259,8 @@ class TrainerEngine(AdapterCalls):
             self.reports.hear(*step, installed=True)
 
     def shutdown(self) -> None:
-        """Free what the transport holds, once what is on its way ended. Receivers keep their weights. Repeatable."""
+        """Free what the transport holds, once what is on its way ended. Receivers keep their weights, and nothing can
+        be sent any more (`NotOpen`). Repeatable."""
         self._turns.end()
         self._base = None
         self._close()

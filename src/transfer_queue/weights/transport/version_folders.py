@@ -19,7 +19,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -39,6 +39,8 @@ from transfer_queue.weights.version.manifest import FORMAT, Manifest
 
 LATEST, LEASE, MANIFEST, TEMPORARY, PLAIN = "LATEST", "lease", "manifest.json", ".tmp-", ".bucket"
 LENGTH = struct.Struct("<Q")
+NEW_FOLDER_TRIES = 10
+T = TypeVar("T")
 
 
 def version_name(version: int, run_id: str) -> str:
@@ -126,7 +128,7 @@ class VersionLease:
     was. `kind`: `LOCK_EX` of who writes or deletes it, `LOCK_SH` of those that keep it there."""
 
     def __init__(self, folder: Path, kind: int) -> None:
-        self._folder, self._owner = folder, os.getpid()
+        self.folder, self._owner = folder, os.getpid()
         flags = os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT
         try:
             self._fd = os.open(folder / LEASE, flags | os.O_CLOEXEC, 0o666)
@@ -136,6 +138,7 @@ class VersionLease:
             raise VersionGone(f"no version in {folder}: {error.strerror}") from None
         try:
             self._lock(kind)
+            self._expect_there()
         except BaseException:
             os.close(self._fd)
             raise
@@ -156,7 +159,35 @@ class VersionLease:
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise VersionGone(f"{self._folder} is in use, or being deleted") from None
+            raise VersionGone(f"{self.folder} is in use, or being deleted") from None
+
+    def _expect_there(self) -> None:
+        """Who deletes it may have had the lock until now."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._fd), os.stat(self.folder / LEASE))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise VersionGone(f"{self.folder} was deleted just now")
+
+
+def new_folder(root: Path) -> VersionLease:
+    """The lease of a new folder for a version that is to be written. Another writer that begins just now may take it
+    for a leftover before it has its lease, and delete it: then it is another one."""
+    for _ in range(NEW_FOLDER_TRIES - 1):
+        with contextlib.suppress(VersionGone):
+            return _try_new_folder(root)
+    return _try_new_folder(root)
+
+
+def _try_new_folder(root: Path) -> VersionLease:
+    folder = root / f"{TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        folder.mkdir()
+        return VersionLease(folder, fcntl.LOCK_EX)
+    except BaseException:  # an interrupt must not leave it
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -167,6 +198,19 @@ def leased(folder: Path, kind: int) -> Iterator[None]:
         yield
     finally:
         lease.end()
+
+
+def of_newest(latest: Path, read: Callable[[str], T]) -> T:
+    """What `read` makes of the version that this LATEST names. Where that is deleted meanwhile, as a newer one came, of
+    the newer one."""
+    name = newest_name(latest)
+    while True:
+        try:
+            return read(name)
+        except VersionGone:
+            before, name = name, newest_name(latest)
+            if name == before:
+                raise
 
 
 def retain(newest: Path, keep: int) -> None:
@@ -181,12 +225,8 @@ def retain(newest: Path, keep: int) -> None:
 
     others = (path for path in newest.parent.glob("v*-*") if path.is_dir() and path != newest)
     found = [*sorted(others, key=age), newest]
-    named = newest.name
-    with contextlib.suppress(TransferQueueError):
-        named = newest_name(newest.parent / LATEST)
     for folder in found[: -max(keep, 1)]:
-        if folder.name != named:
-            remove_version(folder)
+        remove_version(folder, newest.parent / LATEST)
 
 
 def remove_leftovers(root: Path) -> None:
@@ -196,13 +236,25 @@ def remove_leftovers(root: Path) -> None:
             remove_version(folder)
 
 
-def remove_version(folder: Path) -> None:
+def remove_version(folder: Path, latest: Path | None = None) -> None:
+    """Unless somebody holds it, or this LATEST names it: who wrote it held it until then, so it is looked at only once
+    nobody does."""
     if not folder.exists():
         return
     with contextlib.suppress(VersionGone), leased(folder, fcntl.LOCK_EX):
+        if latest is not None and is_named(folder, latest):
+            return
         doomed = folder.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
         os.rename(folder, doomed)  # nobody opens it half deleted
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def is_named(folder: Path, latest: Path) -> bool:
+    """Whether this LATEST names that version."""
+    try:
+        return newest_name(latest) == folder.name
+    except TransferQueueError:
+        return False
 
 
 def withdraw_version(folder: Path) -> list[Path]:

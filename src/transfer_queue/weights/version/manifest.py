@@ -375,12 +375,15 @@ def expand(entries: Contents, aliases: Mapping[str, str]) -> Contents:
     return {**entries, **{alias: entries[name] for alias, name in aliases.items()}}
 
 
+OTHER_TRAINER = (
+    "another trainer, or one that was started anew, needs a run_id of its own (as it has by default), or goes on with "
+    "higher numbers"
+)
+
+
 def not_newer(version: int, run_id: str, installed: int) -> str:
     """What a trainer is told whose version is not above the one of its run that is there."""
-    return (
-        f"version {version} of run {run_id!r} does not follow {installed}, which came before: another trainer, or one "
-        "that was started anew, needs a run_id of its own (as it has by default), or goes on with higher numbers"
-    )
+    return f"version {version} of run {run_id!r} does not follow {installed}, which came before: {OTHER_TRAINER}"
 
 
 def root_of(contents: Contents) -> str:

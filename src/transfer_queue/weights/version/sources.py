@@ -30,6 +30,7 @@ _SAFETENSORS = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "C64": torch.complex64,
 }  # fmt: skip
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
     _SAFETENSORS["F8_E8M0"] = torch.float8_e8m0fnu
