@@ -132,8 +132,7 @@ class Echo(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        for _ in self._reader.advance(nbytes):
-            self._transport.write(self._answer)
+        self._transport.write(self._answer * sum(1 for _ in self._reader.advance(nbytes)))
 
 
 def serve_echo(path: str) -> None:

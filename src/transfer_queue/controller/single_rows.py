@@ -21,7 +21,7 @@ def has_all(cells: Cells, columns: Sequence[int], slot: int) -> bool:
     if len(columns) > MANY:
         return bool(np.count_nonzero(cells[columns, slot]) == len(columns))
     item = cells.item
-    return all([item(column, slot) for column in columns])
+    return all(item(column, slot) for column in columns)
 
 
 def slot_of(index: NDArray[np.int64], alive: NDArray[np.bool_], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -42,3 +42,14 @@ def cells_of_blocks(cells: Cells, groups: Sequence[Any], slot: int, columns: Seq
         if number:
             counts[number] = counts.get(number, 0) + 1
     return [(groups[number].block.item(slot), count) for number, count in counts.items()]
+
+
+def places_of(
+    cells: Cells, groups: Sequence[Any], slot: int, columns: Sequence[tuple[str, int]]
+) -> list[tuple[list[str], int, int]]:
+    """Fields (name, column) of a row that lie alike, their block, and its row there. `cells` as before."""
+    under = cells[:, slot].tolist()
+    alike: dict[int, list[str]] = {}
+    for name, column in columns:
+        alike.setdefault(under[column], []).append(name)
+    return [(names, groups[at].block.item(slot), groups[at].row.item(slot)) for at, names in alike.items()]

@@ -217,7 +217,7 @@ class Table:
         if self.lost:
             self.lost.difference_update(self.index[slots].tolist())
         if self.unclaimed:
-            gone = set(slots.tolist())
+            gone = set(numbers)
             self.unclaimed = [slot for slot in self.unclaimed if slot not in gone]
         for task in self.tasks.values():
             task.drop(slots)
@@ -353,8 +353,7 @@ class Table:
         return released
 
     def ready(self, slots: Slots, fields: Sequence[str]) -> Flags | None:
-        """Which of `slots` have all `fields` written, none of them where it cannot be read now; None when a field does
-        not exist."""
+        """Which of `slots` have all `fields` written where they can be read now; None when a field does not exist."""
         written = self.written(slots, fields)
         if not self.away or written is None or not written.any():
             return written
@@ -439,12 +438,8 @@ class Table:
 
     def locate_one(self, slot: int, fields: Sequence[str]) -> list[tuple[list[str], int, int]]:
         """Of one row: fields that lie alike, their block, and its row there. All of them must be written."""
-        under = self.cells[: len(self.fields), slot].tolist()
-        alike: dict[int, list[str]] = {}
-        for name in fields:
-            alike.setdefault(under[self.fields[name].number], []).append(name)
-        groups = self.groups
-        return [(names, groups[at].block.item(slot), groups[at].row.item(slot)) for at, names in alike.items()]
+        columns = [(name, self.fields[name].number) for name in fields]
+        return single_rows.places_of(self.cells[: len(self.fields)], self.groups, slot, columns)
 
     def place_of(self, name: str, slots: Slots) -> NDArray[np.int64]:
         """(2, slots): the block that each cell of a field lies in, and its row there; 0 where none was written."""

@@ -26,7 +26,7 @@ from transfer_queue.errors import (
     TransferQueueError,
 )
 from transfer_queue.server.block_requests import Answer
-from transfer_queue.server.bulk_writer import BulkWriter, Parts
+from transfer_queue.server.bulk_writer import BulkWriter
 from transfer_queue.server.connection_limit import ConnectionLimit
 from transfer_queue.server.journal.journal import DiskJournal
 from transfer_queue.server.service import Service
