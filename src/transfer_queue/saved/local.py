@@ -25,6 +25,7 @@ from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, InvalidI
 from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
+from transfer_queue.saved.full_disk import named_in_errors
 from transfer_queue.saved.reading import BELOW
 
 log = logging.getLogger("transfer_queue")
@@ -102,8 +103,8 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def replacing(self, name: str) -> Iterator[Draft]:
-        with _drafted(self._target) as path:
-            draft = _LocalDraft(path)
+        draft = _LocalDraft(_beside(self._target))
+        with named_in_errors(self._target, draft), _drafted(self._target) as path:
             yield draft
             draft.sync()
             self.refuse_other(name)
@@ -112,8 +113,8 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[Draft]:
-        with new_directory(self._target) as path:
-            draft = _LocalDraft(path)
+        draft = _LocalDraft(_beside(self._target))
+        with named_in_errors(self._target, draft), new_directory(self._target):
             yield draft
             draft.sync()
 
