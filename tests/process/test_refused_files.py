@@ -1,13 +1,17 @@
-"""Files of people on a disk that is full: the error says where, how much is missing, and what to do."""
+"""Files that the system refuses: a disk that is full, names that are too long, a file where a folder should be."""
 
 from __future__ import annotations
 
+import errno
+import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import transfer_queue as tq
 
 Spawn = Callable[[str], Any]
 
@@ -95,3 +99,34 @@ def test_a_trace_that_finds_no_room_names_its_file(on_small_disk: Callable[[str]
         print("told")
     """)
     assert printed == "told"
+
+
+SAVES = {
+    "checkpoint": lambda place: tq.save_checkpoint(place),
+    "dump": lambda place: tq.dump_data_by_key(place, ["a"], "p"),
+    "export": lambda place: tq.export_table("p", place),
+}
+
+
+@pytest.fixture
+def row(service: Callable[..., tq.TransferQueueClient]) -> None:
+    service()
+    tq.kv_put("a", "p", fields={"x": 1})
+
+
+@pytest.mark.usefixtures("row")
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_file_above_the_folder_is_not_taken_for_what_was_saved_before(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file"):
+        SAVES[kind](tmp_path / "file" / "out")
+
+
+@pytest.mark.usefixtures("row")
+def test_a_checkpoint_has_a_name_under_which_it_can_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="at most") as refused:
+        tq.save_checkpoint(tmp_path / ("n" * 239))
+    assert refused.value.errno == errno.ENAMETOOLONG
+    for _ in range(2):
+        tq.save_checkpoint(tmp_path / ("n" * 238))
+    assert os.listdir(tmp_path) == ["n" * 238]
