@@ -23,7 +23,7 @@ from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server import host_registry, processes
 from transfer_queue.server.connection import ServerConnection
-from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
+from transfer_queue.server.connection_limit import ConnectionLimit, most_connections
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine, reopened
 from transfer_queue.server.event_clock import EventClock
@@ -84,9 +84,7 @@ class Server:
         if self._follows_host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
-        self.connection_limit: ConnectionLimit[ServerConnection] = ConnectionLimit(
-            raise_descriptor_limit() - SPARE_DESCRIPTORS
-        )
+        self.connection_limit: ConnectionLimit[ServerConnection] = ConnectionLimit(most_connections())
         self.turns = Turns()
         self.spinner = Spinner(config.spin_s)
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
@@ -340,7 +338,7 @@ class Server:
         # Whose last reference goes is taken apart, and would close a number that is somebody else's by now.
         self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics, self.arenas))
         self._due.clear()
-        self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.connection_limit = ConnectionLimit(most_connections())
         self.turns, self.spinner = Turns(), Spinner(self.config.spin_s)
         self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
