@@ -69,6 +69,12 @@ class Switch:
             ip("-n", space, "link", "set", name, "up")
         return space
 
+    def move(self, number: int, to: int) -> None:
+        """Give the host the IPv4 address of number `to` in place of its own, as a new lease of DHCP does."""
+        space = f"{self._prefix}-{number}"
+        ip("-n", space, "addr", "del", f"10.{self.number}.0.{number}/24", "dev", "eth0")
+        ip("-n", space, "addr", "add", f"10.{self.number}.0.{to}/24", "dev", "eth0")
+
     def cut(self, number: int) -> None:
         """Nothing reaches or leaves the host from now on."""
         ip("-n", self._switch, "link", "set", f"port{number}", "down")

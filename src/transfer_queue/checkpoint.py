@@ -85,6 +85,7 @@ def save(
 
 def _write(draft: Draft, found: PinnedSnapshot) -> None:
     """Write state and blocks. Pins end with the file that holds their block."""
+    draft.expected_nbytes = len(found.state) + sum(one.piece.nbytes for one in found.pinned)
     with draft.output(CONTROLLER) as out:
         out.write(found.state)
     index = Index(FORMAT, 0, found.layouts, [])

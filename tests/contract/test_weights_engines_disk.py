@@ -515,6 +515,42 @@ def on_a_small_disk(child: Any, tmp_path: Path, steps: str) -> str:
     return found
 
 
+MOUNTED = """
+from transfer_queue.errors import ServiceUnavailable
+share, folder = os.path.join(where, "share"), os.path.join(where, "mounted")
+os.makedirs(share)
+os.mkdir(folder)
+assert not libc.mount(b"tmpfs", share.encode(), b"tmpfs", 0, b"size=1m")
+
+def mount():
+    assert not libc.mount(share.encode(), folder.encode(), None, 0x1000, None)
+
+mount()
+away = Setup(Path(folder){below})
+away.send(1)
+assert not libc.umount2(folder.encode(), 2)
+try:
+    away.send(2)
+except ServiceUnavailable as error:
+    assert str(away.folder) in str(error) and "mount" in str(error), error
+assert os.listdir(folder) == []
+mount()
+away.send(3)
+assert same(copy_of(away.module), drawn(Net(), 3))
+print(sorted(os.listdir(away.folder)))
+away.trainer.shutdown()
+away.engine.shutdown()
+disk.trainer.shutdown()
+disk.engine.shutdown()
+"""
+
+
+@pytest.mark.parametrize("below", ["", " / 'versions'"], ids=["itself", "below"])
+def test_nothing_is_written_where_the_file_system_of_the_folder_is_away(child: Any, tmp_path: Path, below: str) -> None:
+    printed = on_a_small_disk(child, tmp_path, MOUNTED.format(below=below))
+    assert printed == "['LATEST', 'v000000000001-e', 'v000000000002-e']"
+
+
 def test_several_that_have_latest_name_their_versions_do_not_meet(tmp_path: Path) -> None:
     """As a trainer does, and a checkpoint that is saved to its folder."""
     names = [f"v{number:012}-run" for number in range(4)]

@@ -469,7 +469,7 @@ def test_memory_is_found_and_lent_in_one_step() -> None:
 def test_a_run_whose_clock_was_behind_is_taken_once_it_is_not() -> None:
     receiver = receiver_of(Net())
     receiver.introduce("old", begun=1000.0)
-    with pytest.raises(WrongEpoch):
+    with pytest.raises(WrongEpoch, match="took over, by the clocks 10 s younger"):
         receiver.introduce("new", begun=990.0)
     receiver.introduce("new", begun=1010.0)
     assert receiver.run_id == "new"

@@ -38,7 +38,7 @@ from transfer_queue.errors import (
 )
 from transfer_queue.server import process as process_module
 from transfer_queue.server.connection import ServerConnection
-from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
+from transfer_queue.server.connection_limit import ConnectionLimit, most_connections
 from transfer_queue.server.process import Server
 from transfer_queue.server.settings import ServerConfig
 from transfer_queue.server.standby.returning import ReturningSessions
@@ -94,7 +94,7 @@ class Node:
         """What `Server._take_over` and `_serve` do, as far as it is not of sockets and processes."""
         server, now = self.server, time.monotonic()
         server._former.append((server.connection_limit, server.turns, server._timer))
-        server.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        server.connection_limit = ConnectionLimit(most_connections())
         server.turns = Turns()
         server._timer, server._tidying = None, False
         server._clock.next_look = math.inf

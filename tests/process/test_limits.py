@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from conftest import freeze, until
+from conftest import Child, freeze, until
 from hosts import TOKEN, Host
 
 from transfer_queue.client.client import TransferQueueClient
@@ -323,3 +323,22 @@ def test_peers_that_never_read_are_cut_off_and_leave_no_memory(host: Host, deaf:
     assert during < 64
     until(lambda: num_fds(host) <= files + 2, "the end of who never reads", CUT_OFF_S)
     until(lambda: (rss(host) - before) / MIB < 16, "the return of their memory", 5)
+
+
+@pytest.mark.parametrize(("limit", "remedy"), [("AS", "ulimit -v"), ("FSIZE", "ulimit -f"), ("NOFILE", "ulimit -Hn")])
+def test_a_limit_under_which_no_server_can_work_is_named_when_one_is_started(
+    child: Callable[[str], Child], limit: str, remedy: str
+) -> None:
+    values = {"AS": 8 << 30, "FSIZE": 1 << 20, "NOFILE": 70}
+    starter = child(f"""
+        import os, resource
+        os.environ.pop("TQ_ADDRESS", None)
+        import transfer_queue as tq
+        resource.setrlimit(resource.RLIMIT_{limit}, ({values[limit]}, {values[limit]}))
+        try:
+            tq.init()
+        except tq.errors.ConfigError as error:
+            assert {remedy!r} in str(error), error
+            print("told")
+    """)
+    assert starter.finish() == "told"

@@ -340,6 +340,12 @@ def test_a_number_that_no_version_can_have_is_refused_before_anything_is_written
         VersionWriter(tmp_path, version=version, run_id="r")
 
 
+@pytest.mark.parametrize("run_id", [5, None, b"r", "r" * 300])
+def test_what_cannot_name_a_run_is_refused_by_the_name_of_the_argument(tmp_path: Path, run_id: Any) -> None:
+    with pytest.raises(InvalidInput, match="run_id"):
+        VersionWriter(tmp_path, version=1, run_id=run_id)
+
+
 def test_weights_are_imported_without_checkpoints(fresh_child: Callable[[str], Child]) -> None:
     code = "import sys, transfer_queue.weights; print('torch.distributed.checkpoint' in sys.modules)"
     assert fresh_child(code).finish() == "False"

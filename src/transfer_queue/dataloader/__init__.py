@@ -11,6 +11,7 @@ streaming_dataloader              torch's DataLoader; with workers, the parent a
      └─ acks                      which rows are used once a micro-batch is
 ranks                             which data-parallel rank a stream is for
 worker_feed                       what a loader tells its workers, and whose turn it is to fetch
+handing_over                      the shared memory that brings batches from a worker to the loader
 parent                            workers end with the process that started them
 """
 

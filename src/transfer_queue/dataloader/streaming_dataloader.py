@@ -18,6 +18,7 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader
 
+from transfer_queue.dataloader import handing_over
 from transfer_queue.dataloader.acks import Receipt, acknowledge
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
@@ -34,14 +35,16 @@ def identity(item: Any) -> Any:
 
 
 class _CollateEach:
-    """Runs in a worker: `collate` on every micro-batch of a batch."""
+    """Runs in a worker: `collate` on every micro-batch of a batch, which is about to be handed over."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
     def __call__(self, batch: tuple[int, list[tuple[Any, Receipt]]]) -> tuple[int, list[tuple[Any, Receipt]]]:
         index, items = batch
-        return index, [(self._collate(item), receipt) for item, receipt in items]
+        collated = [(self._collate(item), receipt) for item, receipt in items]
+        handing_over.share([item for item, _ in collated])
+        return index, collated
 
 
 class StreamingDataLoader(DataLoader[Any]):
@@ -116,8 +119,11 @@ class StreamingDataLoader(DataLoader[Any]):
         if links is None or links.pid != os.getpid() or not self._has_workers():
             self._iterator = None
             context: BaseContext = self.multiprocessing_context or torch.multiprocessing.get_context()
-            links = Links(context, self.num_workers)
-        deliveries = _Deliveries(self.stream, links, super().__iter__)
+            with handing_over.told():
+                links = Links(context, self.num_workers)
+        start = super().__iter__
+        with handing_over.told():
+            deliveries = _Deliveries(self.stream, links, start)
         if self.persistent_workers:
             self._links = links
         self._deliveries = weakref.ref(deliveries)

@@ -132,9 +132,13 @@ def sync_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:
-    """Make a directory, with those above it, where there is none; all of their names are on the disk then."""
+    """Make a directory, with those above it, where there is none; all of their names are on the disk then.
+    `NotADirectoryError` where one of them is something else."""
     new = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=mode, parents=True, exist_ok=True)
+    except FileExistsError as error:  # what its callers raise where something was saved already
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from None
     for one in new:
         sync_directory(one.parent)
 

@@ -2,6 +2,7 @@
 
 places    where a folder lies: a directory, or whatever fsspec opens (`s3://bucket/runs/7`)
  ├─ local     a directory is written beside its place, and renamed
+ │    └─ full_disk    where room was missing, and what to do
  └─ remote    files are written below a name of their own, and the list of them comes last
       └─ filesystem  fsspec, whose calls end in time
 folder    what both are: `Folder`, and its `Draft`, which nobody sees yet

@@ -54,11 +54,13 @@ class Output:
 
 class Draft(ABC):
     """Files that nobody sees yet; `files` lists those that are written to their end, by the last part of their name.
-    `below`: the name in the folder below which they lie."""
+    `below`: the name in the folder below which they lie. `expected_nbytes`: about how many they will have in all, where
+    that is known (0: it is not)."""
 
     def __init__(self, below: str = "") -> None:
         self.files: dict[str, File] = {}
         self.below = below
+        self.expected_nbytes = 0
 
     @contextmanager
     def output(self, name: str) -> Iterator[Output]:

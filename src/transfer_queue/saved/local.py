@@ -25,12 +25,15 @@ from transfer_queue.errors import CheckpointCorrupt, CheckpointMissing, InvalidI
 from transfer_queue.memory.memfd import make_directory, sync_directory
 from transfer_queue.saved.files import listed_by
 from transfer_queue.saved.folder import Draft, Folder
+from transfer_queue.saved.full_disk import named_in_errors
 from transfer_queue.saved.reading import BELOW
 
 log = logging.getLogger("transfer_queue")
 BUFFER_NBYTES = 1 << 20
 NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+NAME_NBYTES = 255  # of a file at most (NAME_MAX)
+DRAFT = ".tmp"
 LOCK = ".tq-lock"  # the first file in a draft, the last one that goes; whoever writes there holds it
 LOCK_BEFORE = ".lock"  # as older versions called it
 OLD = ".tq-old-"
@@ -92,6 +95,8 @@ class LocalFolder(Folder):
         except FileNotFoundError:  # there is none, or another takes its place just now, and this is asked again then
             return
         except NotADirectoryError:
+            if not os.path.lexists(target):  # what lies above it is none
+                raise
             found = {target.name}
         if found:
             text = f"{target} holds something else than a checkpoint, which would be lost: {sorted(found)[:4]}"
@@ -102,8 +107,9 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def replacing(self, name: str) -> Iterator[Draft]:
-        with _drafted(self._target) as path:
-            draft = _LocalDraft(path)
+        _expect_short(self._target, f"{DELETED}{secrets.token_hex(4)}")
+        draft = _LocalDraft(_beside(self._target))
+        with named_in_errors(self._target, draft), _drafted(self._target) as path:
             yield draft
             draft.sync()
             self.refuse_other(name)
@@ -112,8 +118,8 @@ class LocalFolder(Folder):
 
     @contextlib.contextmanager
     def creating(self, name: str) -> Iterator[Draft]:
-        with new_directory(self._target) as path:
-            draft = _LocalDraft(path)
+        draft = _LocalDraft(_beside(self._target))
+        with named_in_errors(self._target, draft), new_directory(self._target):
             yield draft
             draft.sync()
 
@@ -209,6 +215,7 @@ def _drafted(target: Path) -> Iterator[Path]:
     """The empty directory `<dir>.tmp`, for this thread alone; it is gone in the end. What a killed process left there
     is removed. Raises `FileExistsError` when somebody else is saving there, and `InvalidInput` where it is no draft."""
     path = _beside(target)
+    _expect_short(target, DRAFT)
     held: list[io.BufferedWriter] = []
     try:
         make_directory(path.parent)
@@ -299,7 +306,15 @@ def _replace(draft: Path, target: Path) -> Path:
 
 
 def _beside(target: Path) -> Path:
-    return target.with_name(target.name + ".tmp")
+    return target.with_name(target.name + DRAFT)
+
+
+def _expect_short(target: Path, ending: str) -> None:
+    """OSError where a file system does not take the name of `target` with this ending."""
+    most = NAME_NBYTES - len(ending)
+    if len(os.fsencode(target.name)) > most:
+        text = f"{os.strerror(errno.ENAMETOOLONG)}: what is saved has a name of {most} bytes at most"
+        raise OSError(errno.ENAMETOOLONG, text, str(target))
 
 
 def _delete(old: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import resource
 from typing import Generic, Protocol, TypeVar
 
+from transfer_queue.errors import ConfigError
+
 SPARE_DESCRIPTORS = 64  # for listeners, arenas, doors' visitors, metrics, checkpoints and the loop itself
+LEAST_CONNECTIONS = 16  # a client has several
 MAX_STRANGERS = 4096  # of other hosts, in the midst of a handshake; all come at once when a server was replaced
 
 
@@ -72,3 +75,15 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
+
+
+def most_connections() -> int:
+    """How many a server may have. Raises `ConfigError` where the limit of descriptors leaves next to none."""
+    limit = raise_descriptor_limit()
+    least = SPARE_DESCRIPTORS + LEAST_CONNECTIONS
+    if limit < least:
+        raise ConfigError(
+            f"a server needs {least} descriptors at least, and may have {limit} here: raise the hard limit "
+            "(`ulimit -Hn`) where it is started"
+        )
+    return limit - SPARE_DESCRIPTORS

@@ -23,7 +23,7 @@ from transfer_queue.errors import ConfigError, TransferQueueError
 from transfer_queue.sampler import from_spec
 from transfer_queue.server import host_registry, processes
 from transfer_queue.server.connection import ServerConnection
-from transfer_queue.server.connection_limit import SPARE_DESCRIPTORS, ConnectionLimit, raise_descriptor_limit
+from transfer_queue.server.connection_limit import ConnectionLimit, most_connections
 from transfer_queue.server.controller_node import ControllerNode
 from transfer_queue.server.engine_blocks import EngineBlocks, opened_engine, reopened
 from transfer_queue.server.event_clock import EventClock
@@ -80,12 +80,11 @@ class Server:
             raise ConfigError("joining a service needs its unit token")
         if config.unit_token and config.unit_token == config.token:
             raise ConfigError("the unit token is that of the clients: every client could join as a unit")
-        if config.join and not config.host:
+        self._follows_host = bool(config.join and not config.host)
+        if self._follows_host:
             config = msgspec.structs.replace(config, host=_host_towards(config.join))
         self.config = config
-        self.connection_limit: ConnectionLimit[ServerConnection] = ConnectionLimit(
-            raise_descriptor_limit() - SPARE_DESCRIPTORS
-        )
+        self.connection_limit: ConnectionLimit[ServerConnection] = ConnectionLimit(most_connections())
         self.turns = Turns()
         self.spinner = Spinner(config.spin_s)
         self.scratch = scratch()  # all connections of this loop receive into it, one after the other
@@ -205,6 +204,7 @@ class Server:
             self._open_journal()
             self.listening = Listening(self.config, home)
             if isinstance(self.role, StorageNode):
+                self.role.reached_from = self._listen_at if self._follows_host else None
                 await self.role.join(self._advertised(self.listening.tcp_name))
             await self._open_backend()
             await self._serve(announce)
@@ -225,12 +225,7 @@ class Server:
         loop = asyncio.get_running_loop()
         path, tcp = self.listening.path, self.listening.tcp_name
         self.service.tcp = tcp
-        try:
-            await self._open_metrics()
-        except ConfigError as error:  # somebody took the port meanwhile
-            if announce is not None:
-                raise
-            log.warning("metrics are not served any more: %s", error)
+        await self._open_metrics(required=announce is not None)
         door = ArenaFdServer(self.listening.door, self.service.unit)
         background = [loop.create_task(self._trim())]
         if self.config.linger_s is not None:
@@ -241,7 +236,7 @@ class Server:
         try:
             if announce is None:
                 returning.expect_all()
-            servers = await self.listening.serve(loop, self._local, self._remote)
+            await self.listening.serve(loop, self._local, self._remote)
             watch = self._watch_owner(loop)
             host_registry.leave(self._entry)  # of the server that was killed
             self._entry = self._enter(path, tcp)
@@ -264,8 +259,7 @@ class Server:
                 loop.remove_reader(watch)
                 os.close(watch)
             door.close()
-            for server in servers:
-                server.close()
+            self.listening.close()
             for link in self.connection_limit.links():
                 link.close()
             self.role.close()
@@ -344,7 +338,7 @@ class Server:
         # Whose last reference goes is taken apart, and would close a number that is somebody else's by now.
         self._former.append((self.connection_limit, self.turns, self._timer, self._keeper, self._metrics, self.arenas))
         self._due.clear()
-        self.connection_limit = ConnectionLimit(raise_descriptor_limit() - SPARE_DESCRIPTORS)
+        self.connection_limit = ConnectionLimit(most_connections())
         self.turns, self.spinner = Turns(), Spinner(self.config.spin_s)
         self._predecessor = self._keeper
         self._timer, self._tidying, self._keeper, self._metrics = None, False, None, None
@@ -389,7 +383,24 @@ class Server:
         """Where other hosts reach this one; where it listens everywhere without a host, which the controller adds."""
         return f":{tcp.rpartition(':')[2]}" if is_everywhere(self.config.host) else tcp
 
-    async def _open_metrics(self) -> None:
+    async def _listen_at(self, host: str) -> str:
+        """Where others reach this unit, whose host has the address `host` by now: nobody chose another one."""
+        if not await self.listening.move(host):
+            return self.listening.tcp_name
+        self.config = msgspec.structs.replace(self.config, host=host)
+        self.service.tcp = tcp = self.listening.tcp_name
+        log.warning("this host has another address: its unit is at %s from now on", tcp)
+        if self._entry:
+            host_registry.leave(self._entry)
+            self._entry = self._enter(self.listening.path, tcp)
+        if self._metrics is not None:
+            self._metrics.close()
+            await self._open_metrics(required=False)
+        if self._keeper is not None:
+            self._keeper.renew()  # the standby of before has another socket
+        return tcp
+
+    async def _open_metrics(self, required: bool) -> None:
         """Serve metrics where they are enabled; the library for it is loaded only then."""
         if not isinstance(self.service, MeteredService):
             return
@@ -398,7 +409,13 @@ class Server:
 
         endpoint = Endpoint(ServerCollector(self.service, self.role))
         host = self.config.metrics_host or ("" if is_everywhere(self.config.host) else self.config.host)
-        await endpoint.open(host, self._metrics_port)
+        try:
+            await endpoint.open(host, self._metrics_port)
+        except ConfigError as error:  # somebody took the port meanwhile
+            if required:
+                raise
+            log.warning("metrics are not served any more: %s", error)
+            return
         self._metrics_port = endpoint.port
         self._metrics = endpoint
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from transfer_queue.errors import InvalidInput, ServiceUnavailable, TransferQueueError, error_from_code
@@ -41,7 +41,8 @@ TAKEN_S = 2.0  # for so long a unit that starts is refused where the one before 
 
 class StorageNode:
     """`unit` as a member of the service at `controller`, which waits for its rows for `away_s` when it is away.
-    `deliver` is called when answers or work came from there.
+    `deliver` is called when answers or work came from there. `reached_from`: the address to join under, where that
+    follows the one of this host which the connection comes from.
 
     The unit token is for the membership alone; what clients ask is passed on with theirs, which `controller` has.
     """
@@ -64,6 +65,7 @@ class StorageNode:
         self.service = make(self.remote, unit)
         self._controller = controller._replace(token=unit_token)
         self._address = ""
+        self.reached_from: Callable[[str], Awaitable[str]] | None = None
         self._has_joined = False
         self._deliver = deliver
         self._recorder = recorder
@@ -120,6 +122,8 @@ class StorageNode:
             self._controller, m.decode_server, self._pushed, lambda: self._lost_one(connection)
         )
         await connection.open(self.service.life.unit, CONNECT_S, role=handshake.UNIT)
+        if self.reached_from is not None:
+            self._address = await self.reached_from(connection.own_host)
         self._connection = connection
         await self._offer_blocks(connection.welcome)
 

@@ -12,10 +12,12 @@ bounds it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 import numpy as np
 
+from transfer_queue.errors import ConfigError
 from transfer_queue.memory import memfd
 from transfer_queue.memory.bytes import PAGE, Bytes
 from transfer_queue.storage.extents import Extents
@@ -23,6 +25,7 @@ from transfer_queue.storage.extents import Extents
 SMALL_NBYTES = 64 << 10
 ARENA_NBYTES = 4 << 30
 GRAINS = (64, PAGE)  # of small blocks and of large ones
+LIMITS = {errno.ENOMEM: "v", errno.EFBIG: "f", errno.EMFILE: "n"}  # address space, size of a file, descriptors
 CHUNK_NBYTES = 1 << 20  # reserved together, and remembered: reserving again would walk every page
 
 
@@ -103,6 +106,14 @@ class Arena:
             self._map.close()
 
 
+def _limit(error: OSError) -> str:
+    """What to raise where a limit of this process forbids an arena."""
+    name = LIMITS.get(error.errno or 0)
+    return (
+        f". Untouched it takes no memory: raise the limit `ulimit -{name}` where the server is started" if name else ""
+    )
+
+
 class SharedMemory:
     """Ranges of arenas, which are opened as they are needed. `directory`: see `Arena`. `spill_directory`: where the
     arenas of blocks are that have no room in memory (None: nowhere).
@@ -118,10 +129,15 @@ class SharedMemory:
 
     def open(self) -> None:
         """Open an arena for small blocks and one for large ones: untouched they cost address space only, and later
-        there may be no descriptor left for them."""
+        there may be no descriptor left for them. Raises `ConfigError` where this process may have none."""
         for grain in GRAINS:
             if all(arena.extents.grain != grain or arena.spills for arena in self.arenas):
-                self.add(Arena(ARENA_NBYTES, grain, self.directory))
+                try:
+                    self.add(Arena(ARENA_NBYTES, grain, self.directory))
+                except OSError as error:
+                    raise ConfigError(
+                        f"no arena of {ARENA_NBYTES >> 30} GiB can be made: {error}{_limit(error)}"
+                    ) from error
 
     def add(self, arena: Arena) -> None:
         """One more arena; its number is its place."""

@@ -29,6 +29,7 @@ from transfer_queue.arguments import flag, text
 from transfer_queue.client.session import Session
 from transfer_queue.errors import InvalidInput
 from transfer_queue.memory.memfd import sync_directory
+from transfer_queue.saved.full_disk import named_in_errors
 from transfer_queue.saved.local import new_directory
 from transfer_queue.saved.places import is_url
 from transfer_queue.tables.partition_table import PartitionTable, table
@@ -68,10 +69,11 @@ def export(session: Session, partition_id: str, target: str | os.PathLike[str], 
     found = table(session, partition_id, as_bytes=wanted.as_bytes, preview_chars=wanted.preview_chars)
     if wanted.columns is not None:
         found = found.select(wanted.columns)
-    if is_file:
-        return _one_file(place, found, wanted.progress, overwrite)
     write = {PARQUET: _directory, HUGGING_FACE: _dataset, SAVED: _saved_dataset}[wanted.format]
-    return write(place, found, _told(found, wanted.progress))
+    with named_in_errors(place):
+        if is_file:
+            return _one_file(place, found, wanted.progress, overwrite)
+        return write(place, found, _told(found, wanted.progress))
 
 
 def _told(found: PartitionTable, progress: Progress | None) -> Iterator[pa.RecordBatch]:

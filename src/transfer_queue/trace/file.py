@@ -90,7 +90,8 @@ class TraceFile:
                     self._tell_loss()
             self._tell_loss()
         except OSError as error:
-            log.warning("this process records no trace any more: %s", error)
+            why = f"{self._path} cannot be written: {error}; transfer_queue.trace.start(FOLDER) begins anew"
+            log.warning("this process records no trace any more: %s", why)
             self._failed()
         finally:
             self.leave()

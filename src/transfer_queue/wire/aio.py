@@ -96,6 +96,11 @@ class AsyncConnection(asyncio.BufferedProtocol):
         await self._until_shutdown.__anext__()
         return self
 
+    @property
+    def own_host(self) -> str:
+        """The address of this host that a connection by TCP comes from."""
+        return str(self._transport.get_extra_info("sockname")[0])
+
     async def _connect_here(self) -> None:
         """Connect to a unix socket, and wait for a place where its queue is full: nothing else tells of one."""
         while True:

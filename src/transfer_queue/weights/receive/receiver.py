@@ -505,8 +505,8 @@ class Receiver:
         return self._close(UpdateEnd.LATE, "its deadline passed")
 
     def _expect_in_order(self, run_id: str, begun: float) -> None:
-        if begun and self._begun and run_id != self._run and 0 < self._begun - begun < ORDERED_S:
-            raise WrongEpoch(f"run {run_id!r} is over: {self._run!r} took over, which began later")
+        if begun and self._begun and run_id != self._run and 0 < (late_s := self._begun - begun) < ORDERED_S:
+            raise WrongEpoch(f"run {run_id!r} is over: {self._run!r} took over, by the clocks {late_s:.0f} s younger")
         self._expect_current(run_id)
 
     def _expect_current(self, run_id: str) -> None:

@@ -30,6 +30,7 @@ from transfer_queue.errors import (
     DigestMismatch,
     InvalidInput,
     NotSupported,
+    ServiceUnavailable,
     StaleVersion,
     UnsupportedValue,
     VersionGone,
@@ -162,6 +163,8 @@ class DiskTrainer(TrainerEngine):
             self.root.mkdir(parents=True, exist_ok=True)
             for place in (self.root, *self.root.glob("adapter-*")):
                 remove_leftovers(place)
+            self._device = self.root.stat().st_dev
+            self._has_latest = (self.root / LATEST).exists()
 
     def receivers_info(self) -> dict[str, Any]:
         return {"folder": str(self.root.resolve())}
@@ -176,6 +179,7 @@ class DiskTrainer(TrainerEngine):
         _check_dtypes(draft.source)  # also of an adapter; a module's may have changed
         final = self.folder_of(draft.version, draft.label)
         with writing(self.root):
+            self._expect_folder()
             self._clean()
             final.parent.mkdir(exist_ok=True)
             if final in self._undecided and not self._turns.is_on_its_way(draft.version):
@@ -198,9 +202,25 @@ class DiskTrainer(TrainerEngine):
                 raise
         return manifest
 
+    def _expect_folder(self) -> None:
+        """Raises `ServiceUnavailable` where the folder is not there, or, as its file system is not, only the place for
+        that: what is written there is on another disk, where nobody else looks."""
+        if not self.root.is_dir():
+            raise ServiceUnavailable(
+                f"the folder {self.root} is not there any more: mount its file system, or make the folder again"
+            )
+        device = self.root.stat().st_dev
+        if device != self._device and self._has_latest and not (self.root / LATEST).exists():
+            raise ServiceUnavailable(
+                f"{self.root} is on another file system than before, without its versions: mount the one it was on, or "
+                "make the trainer anew where this is meant"
+            )
+        self._device = device
+
     def _decide(self, manifest: Manifest) -> None:
         final = self.folder_of(manifest.version, label_of(manifest))
         point_to(final, self.info.sync)
+        self._has_latest |= final.parent == self.root
         self._undecided.discard(final)
         past = [one for one in list(self._leases) if one.parent == final.parent and one not in self._undecided]
         self._end_leases(*(one for one in past if one != final))

@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from transfer_queue.arguments import text
 from transfer_queue.errors import (
     BadManifest,
     DigestMismatch,
@@ -39,15 +40,19 @@ from transfer_queue.weights.version.manifest import FORMAT, Manifest
 
 LATEST, LEASE, MANIFEST, TEMPORARY, PLAIN = "LATEST", "lease", "manifest.json", ".tmp-", ".bucket"
 LENGTH = struct.Struct("<Q")
+NAME_NBYTES = 255  # of a file at most (NAME_MAX)
 NEW_FOLDER_TRIES = 10
 T = TypeVar("T")
 
 
 def version_name(version: int, run_id: str) -> str:
     """What the folder of a version is called; `InvalidInput` for a run that cannot be part of a file's name."""
-    if not run_id or os.sep in run_id or "\0" in run_id:
+    if not text(run_id, "run_id") or os.sep in run_id or "\0" in run_id:
         raise InvalidInput(f"{run_id!r} is no name of a run: it is to be part of a file's name")
-    return f"v{version:012}-{run_id}"
+    name = f"v{version:012}-{run_id}"
+    if len(os.fsencode(name)) > NAME_NBYTES:
+        raise InvalidInput(f"run_id {run_id!r:.64}... is too long to be part of a file's name")
+    return name
 
 
 def place_of(root: Path, label: str) -> Path:
