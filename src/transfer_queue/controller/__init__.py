@@ -5,6 +5,7 @@
      ├─ table                   one partition: rows, keys, tags, schema, cells, their locations (numpy, dense by slot)
      │   ├─ readiness           what each task has consumed; the rows ready for a field set, kept up to date by commits
      │   ├─ row_versions        which version of the weights made each row
+     │   ├─ single_rows         what is asked of one row alone
      │   ├─ rewrites            which cells and tags are others than a task took for a step
      │   └─ changes             which keys and tags changed since a listing
      ├─ fetch                   ready rows to tasks: the sampler is asked, what it cannot satisfy waits

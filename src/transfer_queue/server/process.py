@@ -416,8 +416,7 @@ class Server:
                 raise
             log.warning("metrics are not served any more: %s", error)
             return
-        self._metrics_port = endpoint.port
-        self._metrics = endpoint
+        self._metrics_port, self._metrics = endpoint.port, endpoint
 
     def _local(self) -> ServerConnection:
         return ServerConnection(self, ("", ""), local=True)
@@ -450,9 +449,8 @@ class Server:
         """Send the answers of parked requests that have one now, and keep the timer on the next deadline."""
         told = set()
         for ticket, answer in self.service.answered(time.monotonic()):
-            link = cast(ServerConnection, ticket[0])  # type: ignore[index]
+            told.add(link := cast(ServerConnection, ticket[0]))  # type: ignore[index]
             link.answer_parked(ticket, answer)
-            told.add(link)
         for link in told:
             link.write_gathered()
         self.role.work()
