@@ -70,3 +70,29 @@ def test_a_worker_waits_for_shared_memory_until_the_consumer_let_go_of_a_batch(
         tq.close()
     """
     assert with_small_shm("9m", code) == "16"
+
+
+def test_a_batch_that_is_read_ahead_takes_no_room_of_one_that_comes_before_it(
+    with_small_shm: Callable[..., str],
+) -> None:
+    """Where the second is as slow as to let the third overtake it."""
+    code = """
+        overtaken = torch.multiprocessing.get_context("fork").Semaphore(0)
+        is_shared = handing_over._is_shared
+
+        def share(tensor, may_wait):
+            first = float(tensor.view(-1)[0])
+            if first == 4:
+                overtaken.acquire(timeout=1)
+            done = is_shared(tensor, may_wait)
+            if first == 8:
+                overtaken.release()
+            return done
+
+        handing_over._is_shared = share
+        numbered = torch.arange(16.0).repeat_interleave(1 << 18).view(16, 1 << 18)
+        tq.kv_batch_put([str(n) for n in range(16)], "q", {"x": numbered})
+        print(sum(len(batch) for batch in tq.stream("q", ["x"], task="t", batch_size=4, num_workers=2, prefetch=True)))
+        tq.close()
+    """
+    assert with_small_shm("9m", code) == "16"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +15,21 @@ from tensordict import TensorDictBase
 
 from transfer_queue.errors import StoreFull
 
+SHARED = "/dev/shm"
+AMPLE = 8  # times what is handed over: with as much room nobody waits for others
 ROOM_S = 10.0  # for so long a worker waits for the consumer to let go of batches before
 AGAIN_S = 0.05
 NO_ROOM = "No space left", "Cannot allocate memory"
 
 
-def share(item: Any) -> None:
+def share(item: Any, wait: Callable[[], None]) -> None:
     """Move the tensors of what a worker hands over to shared memory, as torch does later. `StoreFull` where it has no
-    room."""
+    room. Where there is little of it, `wait` blocks until it is this worker's turn."""
+    tensors = list(_tensors(item))
+    if _room() < AMPLE * sum(tensor.untyped_storage().nbytes() for tensor in tensors):
+        wait()
     deadline = time.monotonic() + ROOM_S
-    for tensor in _tensors(item):
+    for tensor in tensors:
         while not _is_shared(tensor, time.monotonic() < deadline):
             time.sleep(AGAIN_S)  # nobody tells of room in a file system
 
@@ -37,6 +43,15 @@ def told() -> Iterator[None]:
         if error.errno != errno.ENOSPC:
             raise
         raise StoreFull(_text(error)) from error
+
+
+def _room() -> int:
+    """Free bytes of the shared memory; none where nothing tells."""
+    try:
+        there = os.statvfs(SHARED)
+    except OSError:
+        return 0
+    return there.f_bavail * there.f_frsize
 
 
 def _is_shared(tensor: torch.Tensor, may_wait: bool) -> bool:

@@ -23,7 +23,7 @@ from transfer_queue.dataloader.acks import Receipt, acknowledge
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
-from transfer_queue.dataloader.worker_feed import Links, LoaderPlan
+from transfer_queue.dataloader.worker_feed import HandingOver, Links, LoaderPlan
 from transfer_queue.errors import InvalidInput, TransferQueueError
 from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
@@ -40,10 +40,13 @@ class _CollateEach:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, batch: tuple[int, list[tuple[Any, Receipt]]]) -> tuple[int, list[tuple[Any, Receipt]]]:
-        index, items = batch
+    def __call__(
+        self, batch: tuple[int, list[tuple[Any, Receipt]], HandingOver]
+    ) -> tuple[int, list[tuple[Any, Receipt]]]:
+        index, items, handing = batch
         collated = [(self._collate(item), receipt) for item, receipt in items]
-        handing_over.share([item for item, _ in collated])
+        handing_over.share([item for item, _ in collated], handing.wait)
+        handing.done()
         return index, collated
 
 

@@ -24,7 +24,7 @@ from transfer_queue.dataloader.lease_owner import LeaseOwner, client_for
 from transfer_queue.dataloader.parent import end_with_parent
 from transfer_queue.dataloader.ranks import rank_of
 from transfer_queue.dataloader.work import Work
-from transfer_queue.dataloader.worker_feed import GrantedFeed, Links, LoaderPlan, WorkerFeed, batches
+from transfer_queue.dataloader.worker_feed import GrantedFeed, HandingOver, Links, LoaderPlan, WorkerFeed, batches
 from transfer_queue.errors import DataLost, InvalidInput, LeaseExpired, ServiceError, UnknownRows
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import whole_number
@@ -245,7 +245,8 @@ class StreamingDataset(IterableDataset[Any]):
             pass
 
     def _worker_batches(self, client: TransferQueueClient, worker: int, links: Links) -> Iterator[Any]:
-        """(number, (micro-batch, receipt) of each) of the batches of one worker; the loader's iterator acknowledges."""
+        """(number, (micro-batch, receipt) of each, its place in the order of handing over) of one worker's batches;
+        the loader's iterator acknowledges."""
         plan = links.plan(worker)
         self.partition_id, self.batch_index, self._used = plan.partition, plan.first, list(plan.skip)
         self._returned = set(plan.returned)
@@ -257,10 +258,16 @@ class StreamingDataset(IterableDataset[Any]):
             feed = self._calling(client)
             if not plan.ahead:
                 feed = GrantedFeed(feed, plan, links.turn)
-        for index, batch in batches(feed, plan, worker, links.num_workers):
-            if self._keep(client, batch[1]):
-                size = min(self.micro_batch_size, max(1, len(batch[1])))
-                yield index, list(split(client, self.process_batch_fn, batch, size, index))
+        try:
+            for index, batch in batches(feed, plan, worker, links.num_workers):
+                handing = HandingOver(links.turn, plan, index)
+                if self._keep(client, batch[1]):
+                    size = min(self.micro_batch_size, max(1, len(batch[1])))
+                    yield index, list(split(client, self.process_batch_fn, batch, size, index)), handing
+                else:
+                    handing.done()
+        finally:
+            links.turn.hand_over(plan, plan.first + worker, is_last=True)
 
     def _stream(self, work: Work) -> Generator[Any, None, None]:
         feed = work.feed = self._open(work)

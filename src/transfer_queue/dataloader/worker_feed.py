@@ -1,4 +1,4 @@
-"""What a loader shares with its worker processes: what to fetch next, and whose turn it is to fetch."""
+"""What a loader shares with its worker processes: what to fetch next, whose turn it is to fetch, and to hand over."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Turn:
     def __init__(self, context: BaseContext, num_workers: int) -> None:
         self._current: Any = context.RawArray("q", 2)  # the parent's: the round, and the last batch it asked for
         self._passed: Any = context.RawArray("q", num_workers)  # each worker's: the last batch it was done with
+        self._handed: Any = context.RawArray("q", num_workers)  # each worker's: the last batch it has in shared memory
         self._ended: Any = context.RawArray("q", num_workers)  # each worker's: the round in which it saw the end
         self._wake = [context.Semaphore(0) for _ in range(num_workers)]
         self._first, self._ahead = 0, True
@@ -85,6 +86,22 @@ class Turn:
     def pass_on(self, plan: LoaderPlan, batch_index: int) -> None:
         """This batch was fetched, or there is none."""
         self._passed[self._worker(plan, batch_index)] = _word(plan.round, batch_index)
+        self._wake[self._worker(plan, batch_index + 1)].release()
+
+    def has_handed_before(self, plan: LoaderPlan, batch_index: int) -> bool:
+        """Whether no batch before this one is still to come to shared memory; or the round is over. Blocks for
+        `WAIT_S` at most."""
+        if batch_index == plan.first or self._current[0] != plan.round:
+            return True
+        before = self._worker(plan, batch_index - 1)
+        if self._handed[before] >= _word(plan.round, batch_index - 1):
+            return True
+        self._wake[self._worker(plan, batch_index)].acquire(timeout=WAIT_S)
+        return False
+
+    def hand_over(self, plan: LoaderPlan, batch_index: int, is_last: bool = False) -> None:
+        """This batch is in shared memory, or has nothing for it; with `is_last` this worker has no more for it."""
+        self._handed[self._worker(plan, batch_index)] = _word(plan.round + is_last, 0 if is_last else batch_index)
         self._wake[self._worker(plan, batch_index + 1)].release()
 
     def _worker(self, plan: LoaderPlan, batch_index: int) -> int:
@@ -160,6 +177,23 @@ class WorkerFeed:
                 self._turn.pass_on(self._plan, key.batch_index)
             if found is not None:
                 return found
+
+
+class HandingOver(NamedTuple):
+    """A worker's place in the order in which batches come to shared memory. Where there is room for few, one that the
+    parent asks for later must not take that of the one it waits for."""
+
+    turn: Turn
+    plan: LoaderPlan
+    batch_index: int
+
+    def wait(self) -> None:
+        """Block until all batches before have come, or the round is over."""
+        while not self.turn.has_handed_before(self.plan, self.batch_index):
+            pass
+
+    def done(self) -> None:
+        self.turn.hand_over(self.plan, self.batch_index)
 
 
 class GrantedFeed:
