@@ -90,3 +90,28 @@ def test_a_loop_that_is_left_while_the_service_stands_still_ends_soon(client: Cl
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: used(client) == 2, "its acknowledgement")
+
+
+def test_an_async_loop_that_is_cancelled_while_the_service_stands_still_has_acknowledged(client: Client) -> None:
+    """Whichever of its connections the service reads first: one of them ends the lease of the rows."""
+    put(client, 4)
+    pid = client.stats()["pid"]
+
+    async def loop(frozen: asyncio.Event) -> None:
+        async for _ in tq.async_stream("p", ["x"], task="t", batch_size=4, micro_batch_size=1):
+            if not frozen.is_set():
+                frozen.set()
+                freeze(pid)
+
+    async def cancelled() -> None:
+        frozen = asyncio.Event()
+        task = asyncio.create_task(loop(frozen))
+        await frozen.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    try:
+        asyncio.run(cancelled())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: used(client) == 1, "its acknowledgement")

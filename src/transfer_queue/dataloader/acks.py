@@ -127,16 +127,16 @@ class Acks:
         self._session = session
         self._returned = returned
         self._connection: Connection | None = None
-        self._begun: m.Ack | None = None
+        self.begun: m.Ack | None = None  # that of which the outcome is not known
         self._is_sent = False
 
     def begin(self, ack: m.Ack | None) -> None:
         """From here on it is to be sent, or was; the one before is confirmed."""
-        self._begun = ack
+        self.begun = ack
 
     def send(self) -> None:
         """Send what was begun, and do not wait for the answer."""
-        ack, session = self._begun, self._session
+        ack, session = self.begun, self._session
         if ack is None:
             return
         with contextlib.suppress(ServiceUnavailable):  # `confirm_pending` sends it again
@@ -151,15 +151,15 @@ class Acks:
     def confirm_pending(self, within_s: float | None = None) -> None:
         """Wait for the answer to the last one, for `within_s` at most (None: as any call). Raises `LeaseExpired` when
         its rows went to somebody else."""
-        ack = self._begun
+        ack = self.begun
         if ack is None:
             return
         try:
             reply = self._outcome(ack, within_s)
         except TransferQueueError:
-            self._begun = None
+            self.begun = None
             raise
-        self._begun = None
+        self.begun = None
         if isinstance(reply, m.Failed):
             raise error_from_code(reply.code, reply.text)
         self._returned.update(rows_in(reply.returned))

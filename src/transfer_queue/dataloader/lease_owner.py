@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from transfer_queue import interface
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.connection import Connection
@@ -68,6 +70,11 @@ class LeaseOwner:
         with contextlib.suppress(TransferQueueError, OSError):
             self.renew(lease_s)
 
+    def leave_after(self, ack: m.Ack | None) -> None:
+        """An acknowledgement that was sent and not answered: `close` sends it before it ends the leases. What ends them
+        comes over another connection, and a service that stood still may read that one first."""
+        self._line.unanswered = ack
+
     def _open_again(self) -> None:
         fresh, lost = _connected(self._session, self.ident), self._line.connection
         self._line.connection, self._line.is_broken = fresh, False
@@ -95,6 +102,7 @@ class Line:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.is_broken = False
+        self.unanswered: m.Ack | None = None
         self.rids = itertools.count(1)
 
 
@@ -109,6 +117,8 @@ def _leave(line: Line, session: Session, ident: bytes, pid: int) -> None:
                 if line.connection.is_lost:
                     fresh = _connected(session, ident, LEAVE_S)
                 way = fresh or line.connection
+                if line.unanswered is not None:
+                    way.notify(msgspec.structs.replace(line.unanswered, rid=next(line.rids)))
                 way.notify(m.Release(next(line.rids), 0, None, session.service_id))
                 if not session.is_local:
                     way.notify(m.Goodbye())

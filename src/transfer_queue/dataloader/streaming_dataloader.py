@@ -24,7 +24,7 @@ from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, renewal_s
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset, StreamPlace
 from transfer_queue.dataloader.work import check_process
 from transfer_queue.dataloader.worker_feed import HandingOver, Links, LoaderPlan
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, TransferQueueError
 from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire import messages as m
 
@@ -273,7 +273,9 @@ class _Deliveries(Iterator[Any]):
             if not self._is_asked:
                 self._ack, self._is_asked = receipt.ack(self._client.session), True
             returned = acknowledge(self._client, self._ack, within_s)
-        except TransferQueueError:
+        except TransferQueueError as error:
+            if isinstance(error, DeadlineExceeded):
+                self._holder.leave_after(self._ack)
             self._in_hand, self._is_asked = None, False
             raise
         self._dataset.begin(receipt.batch_index)

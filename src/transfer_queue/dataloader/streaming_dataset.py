@@ -490,9 +490,11 @@ class StreamingDataset(IterableDataset[Any]):
                 running.close()
             elif running is not None and work.feed is not None:
                 work.feed.end()
-            for _, meta in begun:
-                give_back(work.client, meta)
+            if work.unanswered is None:
+                for _, meta in begun:
+                    give_back(work.client, meta)
             if holder is not None:
+                holder.leave_after(work.unanswered)
                 holder.close()
         self.buffer, self._first = [], self.batch_index
 

@@ -275,7 +275,7 @@ class AsyncStream(_Streaming):
                 for item, receipt in self._micro_batches(batch):
                     self.meta = item[1]
                     yield self._form.of(item[0])
-                    await _use(dataset, client, receipt)
+                    await _use(dataset, client, holder, receipt)
                 dataset.begin(dataset.batch_index + 1)
         finally:
             for helper in helpers:
@@ -349,7 +349,7 @@ async def _take(client: TransferQueueClient, terms: Terms, key: Key) -> Batch | 
         waited_s += WAIT_S
 
 
-async def _use(dataset: StreamingDataset, client: TransferQueueClient, receipt: Receipt) -> None:
+async def _use(dataset: StreamingDataset, client: TransferQueueClient, holder: LeaseOwner, receipt: Receipt) -> None:
     """Acknowledge, and note what was: also where this is cancelled meanwhile, as far as the service answers soon.
 
     Raises `LeaseExpired` when the rows went to somebody else meanwhile.
@@ -363,6 +363,7 @@ async def _use(dataset: StreamingDataset, client: TransferQueueClient, receipt: 
     finally:
         if not acking.done():
             acking.cancel()
+            holder.leave_after(receipt.ack(client.session))
         elif not acking.cancelled() and acking.exception() is None:
             dataset.note_used(receipt, acking.result())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Generator, Iterator
@@ -12,7 +11,8 @@ from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.dataloader.acks import Acks, Receipt
 from transfer_queue.dataloader.feed import Calling, Feed
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner
-from transfer_queue.errors import InvalidInput, ServiceError
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceError
+from transfer_queue.wire import messages as m
 
 
 class Work:
@@ -33,6 +33,7 @@ class Work:
         self.items: Iterator[tuple[Any, Receipt]] | None = None
         self.in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `handed_at`
         self.handed_at = 0.0
+        self.unanswered: m.Ack | None = None  # of the loop that was left last
         self._acks: Acks | None = None
 
     @property
@@ -69,9 +70,14 @@ class Work:
         Its thread renews nothing from the start on: all else waits for the service, where an interrupt may end it.
         """
         feed.stop()
+        self.unanswered = self._acks.begun if self._acks is not None else None
         try:
-            with contextlib.suppress(ServiceError):
-                self.end_acks(LEAVE_S)
+            self.end_acks(LEAVE_S)
+            self.unanswered = None
+        except DeadlineExceeded:
+            pass
+        except ServiceError:
+            self.unanswered = None
         finally:
             if self.is_mine:
                 feed.close()
