@@ -4,11 +4,14 @@ more than the answer, and may wake a client for each."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import freeze
 
 import transfer_queue as tq
 from transfer_queue.client.client import TransferQueueClient
@@ -17,16 +20,29 @@ Service = Callable[..., TransferQueueClient]
 TOGETHER = 16
 
 
-def num_writes(client: TransferQueueClient) -> int:
+def num_writes(pid: int) -> int:
     """How many write calls the server made so far (proc(5): `syscw`)."""
-    counts = Path(f"/proc/{client.stats()['pid']}/io").read_text().splitlines()
+    counts = Path(f"/proc/{pid}/io").read_text().splitlines()
     return int(next(line for line in counts if line.startswith("syscw")).split()[1])
 
 
 async def writes_during(client: TransferQueueClient, work: Coroutine[Any, Any, Any]) -> int:
-    before = num_writes(client)
+    pid = client.stats()["pid"]
+    before = num_writes(pid)
     await work
-    return num_writes(client) - before
+    return num_writes(pid) - before
+
+
+async def come_together(pid: int, first: int) -> None:
+    """Puts that the server reads at once, for it stood still as they came."""
+    freeze(pid)
+    try:
+        working = asyncio.ensure_future(puts(first))
+        for _ in range(100):
+            await asyncio.sleep(0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await working
 
 
 async def put(number: int) -> None:
@@ -42,10 +58,26 @@ def test_requests_that_came_together_are_answered_together(service: Service) -> 
 
     async def main() -> int:
         await puts(0)  # connects
-        return await writes_during(client, puts(TOGETHER))
+        pid = client.stats()["pid"]  # over another connection: there are two
+        return await writes_during(client, come_together(pid, TOGETHER))
 
     assert asyncio.run(main()) <= TOGETHER / 2
     assert len(tq.kv_list("p")["p"]) == 2 * TOGETHER
+
+
+def test_a_client_that_is_alone_has_its_first_answer_before_its_last_request_is_looked_at(service: Service) -> None:
+    """It works on the one while the server works on the other: on two processors twice as much gets done."""
+    client = service()
+
+    async def alone(pid: int) -> None:
+        await put(0)
+        await come_together(pid, TOGETHER)
+
+    async def main() -> int:
+        await puts(0)
+        return await writes_during(client, alone(client.stats()["pid"]))
+
+    assert asyncio.run(main()) > TOGETHER
 
 
 def test_requests_that_one_put_ends_the_wait_of_are_answered_together(service: Service) -> None:

@@ -124,7 +124,8 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Handle what has arrived, as long as the peer takes the answers."""
-        changed, self._gathers = False, True
+        # A client that is alone works on the first answer while the server works on the request after it.
+        changed, self._gathers = False, not self._server.spinner.handled_last(self)
         try:
             for message, payload in self._incoming:
                 if type(message) in LONG:

@@ -53,6 +53,10 @@ class Spinner:
             return
         self._until = time.monotonic() + self._spin_s
 
+    def handled_last(self, asker: object) -> bool:
+        """Whether the requests before were of this connection as well."""
+        return bool(self._askers) and self._askers[-1] == id(asker)
+
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop looks at its sockets, without sleeping, before it comes here again."""
         if time.monotonic() < self._until:
