@@ -108,7 +108,7 @@ def test_what_the_first_cannot_give_comes_from_the_trainer(line: Any, trouble: C
     client, trainer = line(trouble)
     report = trainer.send_weights(deadline_s=20)
     assert client.second.call("root") == expected(1)
-    assert trainer.num_served_nbytes == 2 * NBYTES
+    assert 2 * NBYTES <= trainer.num_served_nbytes < 3 * NBYTES, "a bucket that stalls on a busy machine is sent again"
     assert report.update_s < 10
 
 
