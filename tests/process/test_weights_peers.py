@@ -17,7 +17,7 @@ from transfer_queue.weights import InPlace, Receiver, StateDictSource, plan
 from transfer_queue.weights.transport.tcp import TcpEngine, TcpTrainer
 
 NBYTES = sum(plan(StateDictSource(drawn(Net(), 1)).specs(), BUCKET_NBYTES).buckets)
-STALL_S = 0.3
+STALL_S = 1.0
 
 
 class Line:
