@@ -17,7 +17,7 @@ from transfer_queue.weights import InPlace, Receiver, StateDictSource, plan
 from transfer_queue.weights.transport.tcp import TcpEngine, TcpTrainer
 
 NBYTES = sum(plan(StateDictSource(drawn(Net(), 1)).specs(), BUCKET_NBYTES).buckets)
-STALL_S = 1.0
+STALL_S = 1.0  # longer than a busy machine keeps a bucket waiting, which would be sent once more
 
 
 class Line:
@@ -108,7 +108,7 @@ def test_what_the_first_cannot_give_comes_from_the_trainer(line: Any, trouble: C
     client, trainer = line(trouble)
     report = trainer.send_weights(deadline_s=20)
     assert client.second.call("root") == expected(1)
-    assert 2 * NBYTES <= trainer.num_served_nbytes < 3 * NBYTES, "a bucket that stalls on a busy machine is sent again"
+    assert trainer.num_served_nbytes == 2 * NBYTES
     assert report.update_s < 10
 
 
