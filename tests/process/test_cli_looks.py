@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -535,22 +536,25 @@ def test_commands_that_look_do_not_import_torch() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@functools.cache
+def help_of(*command: str) -> str:
+    return tq(*command, "--help").stdout
+
+
 def test_every_command_is_in_the_help_and_explains_itself() -> None:
-    text = tq("--help").stdout
+    text = help_of()
     assert [name for name in COMMANDS if f"\n  {name} " not in text] == []
     assert "..." not in text.partition("Commands:")[2]  # a line that was cut
     for name in COMMANDS:
-        assert tq(name, "--help").stdout.startswith(f"Usage: tq {name} ")
+        assert help_of(name).startswith(f"Usage: tq {name} ")
 
 
 def test_every_command_that_shows_something_does_it_as_json() -> None:
-    lacking = [
-        name for name in COMMANDS if name not in ("serve", "checkpoint") and "--json" not in tq(name, "--help").stdout
-    ]
+    lacking = [name for name in COMMANDS if name not in ("serve", "checkpoint") and "--json" not in help_of(name)]
     assert lacking == []
 
 
 def test_a_shell_completes_commands() -> None:
     done = tq(_TQ_COMPLETE="complete_bash", COMP_WORDS="tq le", COMP_CWORD="1")
     assert done.stdout.split() == ["leases"]
-    assert "--show-completion" in tq("--help").stdout
+    assert "--show-completion" in help_of()

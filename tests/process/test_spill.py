@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -179,14 +180,24 @@ def _damaged(client: tq.TransferQueueClient, number: int, nbytes: int = 8 * MIB,
     for name in os.listdir(server):
         if "memfd" in os.readlink(f"{server}/{name}") or "deleted" not in os.readlink(f"{server}/{name}"):
             continue
-        with open(f"{server}/{name}", "r+b") as file:
-            data = file.read(256 * MIB)
-            at = data.find(wanted)
-            if at >= 0:
-                file.seek(at + place)
-                file.write(bytes([data[at + place] ^ 1]))
-                return True
+        with open(f"{server}/{name}", "r+b", buffering=0) as file:
+            for start, data in _written(file.fileno()):
+                at = data.find(wanted)
+                if at >= 0:
+                    (byte,) = os.pread(file.fileno(), 1, start + at + place)
+                    os.pwrite(file.fileno(), bytes([byte ^ 1]), start + at + place)
+                    return True
     return False
+
+
+def _written(file: int) -> Iterator[tuple[int, bytes]]:
+    """What was written to a file that is mostly holes, and where it begins."""
+    end = 0
+    with contextlib.suppress(OSError):  # nothing but holes follows
+        while True:
+            start = os.lseek(file, end, os.SEEK_DATA)
+            end = os.lseek(file, start, os.SEEK_HOLE)
+            yield start, os.pread(file, end - start, start)
 
 
 def test_a_checkpoint_has_what_was_moved(client: tq.TransferQueueClient, tmp_path: Path) -> None:

@@ -528,7 +528,7 @@ def test_histories_of_clients_are_possible_ones_while_the_server_is_killed(
         kills = 0
         while time.monotonic() < over - 1:
             threading.Event().wait(rng.uniform(0.1, 0.6))
-            if rng.random() < 0.5:
+            if kills <= 3 or rng.random() < 0.5:  # on a busy machine a takeover takes a second
                 replaced(client)
                 kills += 1
             else:
