@@ -27,6 +27,7 @@ import sys
 import tempfile
 import termios
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import InspectLoader
 from pathlib import Path
@@ -251,7 +252,6 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any] | None:
 def end_soon() -> None:
     """Have this child end as an interpreter does, but for what costs 0.25 s of a processor and is not ours: neither
     are the zygote's modules taken apart (`_keep`), nor what C++ has made for them. Their memory would be copied."""
-    _OTHERS.update(name for name in sys.modules if name.partition(".")[0] not in _TAKEN_APART)
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # the last one is called first, with the status
 
@@ -259,6 +259,12 @@ def end_soon() -> None:
 def _keep() -> None:
     kept = [sys.modules.pop(name, None) for name in _OTHERS]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def _forget_finalizers() -> None:
+    """Of what was imported: torch would undo the registration of each of its operators, which takes 0.07 s."""
+    for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        one.detach()
 
 
 def have_servers_forked(where: Callable[[], str]) -> None:
@@ -339,6 +345,8 @@ def main(where: str, owner: str, *modules: str) -> None:
     sys.path[:] = [*SOURCES_AND_HELPERS.split(os.pathsep), *path]
     for module in modules:
         __import__(module)
+    _OTHERS.update(name for name in sys.modules if name.partition(".")[0] not in _TAKEN_APART)
+    _forget_finalizers()
     gc.collect()
     gc.freeze()  # what is imported stays: no child looks through it
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
