@@ -327,7 +327,8 @@ class Session:
                 self._one_way.owe_cancel(effect.request.rid, effect.to)
             raise
         was_interrupted = effect.wait_s and self._waiting.pop(effect.request.rid, None) is None  # just too late
-        self._give_back(connection, effect.to, not was_interrupted)
+        if effect.to or was_interrupted or not self._hold.stands_in(connection):
+            self._give_back(connection, effect.to, not was_interrupted)
         if self._one_way.owed or self._one_way.missed or self.given_up:
             self._one_way.heard_from(effect.to)
             self._one_way.pay(self._notify)
@@ -444,6 +445,8 @@ class Session:
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = left_s(effect, deadline - time.monotonic())
+        if self._hold.is_needed and not self._hold.is_open:  # the service stood still when one was to be opened
+            await self.hold_async()
         return self._checked(found)
 
     def confirmation(self, rid: int) -> m.Received:
