@@ -317,7 +317,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
             self._send(m.Failed(message.rid, ServiceRestarted.code, handshake.ANOTHER_SERVICE))
             return
-        if session.is_called_off(message.rid, self._number):
+        if type(message) not in m.ENDING and session.is_called_off(message.rid, self._number):
             self._send(m.Failed(message.rid, Aborted.code, "this request was called off before it was read"))
             return
         for name in m.PLAIN.get(type(message), ()):

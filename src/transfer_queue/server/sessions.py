@@ -65,7 +65,8 @@ class ServerSession:
 
     def call_off(self, rid: int, over: int) -> None:
         """The request was cancelled over connection number `over`: another one that is open now may still bring it,
-        for nothing says which of two connections is read first. A newer one asks again on purpose."""
+        for nothing says which of two connections is read first. A newer one asks again on purpose. One of
+        `messages.ENDING` is carried out all the same."""
         self._called_off[rid] = (over, self.opened)
         if len(self._called_off) > REMEMBERED_CANCELS:
             self._called_off.popitem(last=False)

@@ -1,0 +1,78 @@
+"""A client has several connections, and a service that stood still reads that one first which was served last, or of
+which something came first: what was said over another one before may come later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import freeze, until
+
+import transfer_queue as tq
+from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.wire import messages as m
+
+Client = tq.TransferQueueClient
+
+
+@pytest.fixture
+def client(service: Callable[..., Any]) -> Client:
+    found: Client = service(client={"timeout_s": 0.5})
+    return found
+
+
+@contextlib.contextmanager
+def standing_still(client: Client) -> Iterator[None]:
+    """The service stands still, and will read one connection before all others. Calls take it when others are broken or
+    busy: another thread has said something over it, and given it back."""
+    session, pid = client.session, client.stats()["pid"]
+    first = session.connect()
+    freeze(pid)
+    try:
+        first.notify(m.Received([]))
+        session._idle[""].insert(0, first)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def locked(client: Client) -> int:
+    found: int = client.stats()["locks"]
+    return found
+
+
+def test_a_lock_that_was_given_back_as_the_service_stood_still_is_free(client: Client) -> None:
+    with contextlib.ExitStack() as frozen:
+        with tq.kv_global_lock("k", "p", lease_s=600):
+            frozen.enter_context(standing_still(client))
+        with pytest.raises(DeadlineExceeded):
+            client.stats()
+    until(lambda: locked(client) == 0, "the end of the lock", 10)
+
+
+def test_rows_that_were_given_back_as_the_service_stood_still_are_offered_again(client: Client) -> None:
+    client.put({"x": torch.arange(2)}, partition_id="p")
+    meta = client.get_meta(["x"], 2, "p", task_name="t", lease_s=600)
+    with standing_still(client):
+        with pytest.raises(DeadlineExceeded):
+            client.release(meta)
+        with pytest.raises(DeadlineExceeded):
+            client.stats()
+    assert client.get_meta(["x"], 2, "p", task_name="t", timeout_s=10).global_indexes == meta.global_indexes
+
+
+def test_what_was_called_off_as_the_service_stood_still_is_not_done_later(client: Client) -> None:
+    """Here the cancellation comes before its call."""
+    tq.kv_put("k", "p", fields={"x": torch.tensor([1])})
+    with standing_still(client):
+        with pytest.raises(DeadlineExceeded):
+            tq.kv_clear("k", "p")
+        with pytest.raises(DeadlineExceeded):
+            client.stats()
+    until(lambda: bool(client.stats()), "an answer")
+    assert "k" in tq.kv_list("p")["p"]
