@@ -3,10 +3,12 @@ which something came first: what was said over another one before may come later
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -76,3 +78,36 @@ def test_what_was_called_off_as_the_service_stood_still_is_not_done_later(client
             client.stats()
     until(lambda: bool(client.stats()), "an answer")
     assert "k" in tq.kv_list("p")["p"]
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_a_call_that_ran_out_of_time_changes_nothing_after_the_next_one(client: Client, kind: str) -> None:
+    """Where that comes over a third connection, and the cancellation over another one: of a thread or an event loop."""
+    session = client.session
+    tq.kv_put("k", "p", fields={"x": torch.tensor([1])})
+    second = session.connect()
+
+    async def clear() -> None:
+        await client.async_get_partition_list()  # the loop has its connection before the service stands still
+        frozen.enter_context(standing_still(client))
+        await tq.async_kv_clear("k", "p")
+
+    with contextlib.ExitStack() as frozen, ThreadPoolExecutor(1) as pool:
+        if kind == "async":
+            with pytest.raises(DeadlineExceeded):
+                asyncio.run(clear())
+            session._idle[""].append(session._idle[""].pop(0))  # the next call takes the one that is read first
+            second.close()
+        else:
+            frozen.enter_context(standing_still(client))
+            session._idle[""].insert(1, second)
+            with pytest.raises(DeadlineExceeded):
+                tq.kv_clear("k", "p")
+            with pytest.raises(DeadlineExceeded):
+                pool.submit(client.stats).result(20)
+        session.config["timeout_s"] = 20
+        put = pool.submit(tq.kv_put, "k", "p", fields={"x": torch.tensor([2])})
+        assert wait([put], 0.2).not_done
+        frozen.close()
+        put.result(20)
+    assert client.stats()["rows"] == 1
