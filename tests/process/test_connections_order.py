@@ -111,3 +111,21 @@ def test_a_call_that_ran_out_of_time_changes_nothing_after_the_next_one(client: 
         frozen.close()
         put.result(20)
     assert client.stats()["rows"] == 1
+
+
+def test_a_call_whose_connection_was_cut_is_answered_over_the_next_one(client: Client) -> None:
+    """The service reads the request over the one that is left first, and over the one that was cut after that."""
+    session = client.session
+    client.set_partition("p")
+    with ThreadPoolExecutor(1) as pool:
+        with standing_still(client):
+            found = pool.submit(client.get_meta, ["x"], 2, "p", task_name="t", timeout_s=30)
+            until(lambda: bool(session._waiting), "the call")
+            ((rid, connection),) = session._waiting.items()
+            connection.shut()
+            until(lambda: session._waiting.get(rid) not in (None, connection), "the next attempt")
+        for _ in range(3):
+            assert client.stats(), "by then it has read that the first one is gone"
+        until(lambda: client.stats()["waiting_requests"] == 1, "the wait", 10)
+        client.put({"x": torch.arange(2)}, partition_id="p")
+        assert len(found.result(10)) == 2

@@ -36,6 +36,7 @@ class ServerSession:
         self._replies_nbytes = 0
         self._heavy: OrderedDict[int, None] = OrderedDict()  # of the replies
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
+        self.overtaken: dict[int, Hashable] = {}  # the ticket before, of requests that were asked again while parked
         self._called_off: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by request: over which, newest then
 
     def remember(self, answer: Answer) -> None:
