@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from conftest import freeze, until
 from test_standby import DURABLE, kill, replaced, server_of, standby_of
 
 import transfer_queue as tq
-from transfer_queue.client import forks
+from transfer_queue.client import forks, locks
 from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.client import TransferQueueClient
 from transfer_queue.client.drivers import run
@@ -541,3 +541,47 @@ def memfd_of(nbytes: int) -> Iterator[int]:
         yield arena
     finally:
         os.close(arena)
+
+
+@pytest.mark.parametrize("kind", ["lock", "lease", "async"])
+def test_what_was_given_as_the_service_stood_still_stays_when_a_call_is_broken_off(
+    client: TransferQueueClient, other: TransferQueueClient, kind: str
+) -> None:
+    """The connection that no call uses could not be opened, and nothing asked for another one."""
+    client.put({"x": torch.arange(2)}, partition_id="p")
+    pid, frozen = client.stats()["pid"], threading.Event()
+
+    async def lend() -> None:
+        await other.async_get_partition_list()  # the loop has its connection before the service stands still
+        freeze(pid)
+        frozen.set()
+        await other.async_get_meta(["x"], 2, "p", task_name="t", lease_s=60)
+
+    def given() -> None:
+        if kind == "async":
+            asyncio.run(lend())
+            return
+        freeze(pid)
+        frozen.set()
+        if kind == "lock":
+            run(other.session, locks.taking(other.session, "p", ["k"], None, 60.0))
+        else:
+            other.get_meta(["x"], 2, "p", task_name="t", lease_s=60)
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(given)
+        assert frozen.wait(20)
+        assert wait([ended], 1.5).not_done, "which is longer than the session waits for that connection"
+        os.kill(pid, signal.SIGCONT)
+        ended.result(20)
+    other.session.config["timeout_s"] = 0.2
+    freeze(pid)
+    with pytest.raises(DeadlineExceeded):
+        other.stats()
+    os.kill(pid, signal.SIGCONT)
+    assert client.stats()["pid"] == pid, "by the next call it has read that the connection is gone"
+    if kind == "lock":
+        assert client.stats()["locks"] == 1
+    else:
+        with pytest.raises(DeadlineExceeded):
+            client.get_meta(["x"], 2, "p", task_name="t", lease_s=60, timeout_s=0)

@@ -15,6 +15,8 @@ from conftest import Child, freeze, until
 
 import transfer_queue as tq
 from transfer_queue.client import locks
+from transfer_queue.client.drivers import run
+from transfer_queue.client.effects import Call
 from transfer_queue.wire import messages as m
 
 Spawn = Callable[[str], Child]
@@ -375,3 +377,16 @@ def test_settings_of_the_other_package_are_taken(service: Callable[..., Any]) ->
     service(lock={"enabled": True, "num_shards": 4}, controller={"num_lock_shards": 2})
     with tq.kv_global_lock("k", P, timeout=0):
         pass
+
+
+def test_a_lock_that_was_given_back_was_not_lost(client: tq.TransferQueueClient) -> None:
+    """A renewal comes from another thread and over another connection, and may be read after it."""
+    session = client.session
+    lease = run(session, locks.taking(session, P, ["k"], None, 30.0))
+    giving_back = lease.giving_back()
+    unlock = next(giving_back)
+    assert isinstance(unlock, Call)
+    answer = session.call(unlock)
+    lease.renew()
+    with pytest.raises(StopIteration):
+        giving_back.send(answer)

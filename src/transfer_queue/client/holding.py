@@ -43,6 +43,11 @@ class Hold:
             self._connection = self._connection or connection
         return self._connection is connection
 
+    def stands_in(self, connection: Connection) -> bool:
+        """This is the one from now on where one is needed and could not be opened, as the service stood still: it has
+        answered over this one since. Whether it is."""
+        return self.is_needed and self._connection is None and self.takes(connection)
+
     @property
     def is_open(self) -> bool:
         """Whether there is one; it may have been lost since."""

@@ -73,6 +73,8 @@ class GlobalLease:
             # without an answer: nobody else had it until now, and it ends by itself
             if not held or not isinstance(error, DeadlineExceeded):
                 self.lost = True
+        else:
+            return  # it was held until now: a renewal that the service read after this one has heard of its end
         if self.lost:
             raise LockLostError(f"the lock on {list(self.fence)} was lost before it was given back")
 

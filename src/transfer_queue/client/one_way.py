@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from transfer_queue.client.effects import Call
@@ -24,6 +24,10 @@ class OneWay:
 
     To say it twice does no harm. One thing would: a forked child has several pins of one block under no request, so
     that a release which is said twice may end two of them. Those are not said again.
+
+    The server reads connections in any order, so that a cancellation over one may come after what is asked over another
+    one later, and before it the call that was cancelled. So it stays owed, and each call says it first, until one that
+    did was answered.
     """
 
     def __init__(self) -> None:
@@ -46,8 +50,12 @@ class OneWay:
         if self.confirmed and not to:
             self.owed.append((m.Received(list(self.confirmed)), to))
 
-    def heard_from(self, to: str) -> None:
-        """A server has answered: where it could not be told something, it can be now."""
+    def heard_from(self, to: str, told: Sequence[Owed]) -> None:
+        """A server has answered, over a connection by which it was `told` this first (`pay_one`). Where it could not be
+        told something, it can be now."""
+        for one in told:
+            if _is_kept(one):
+                self._forget(one)
         if to in self.missed:
             self.missed.discard(to)
             self.again(to)
@@ -56,8 +64,15 @@ class OneWay:
         """It could not be said: it is with the next call, to another host's server once that has answered something."""
         if to:
             self.missed.add(to)
-        else:
+        elif not (isinstance(message, m.Cancel) and (message, to) in self.owed):
             self.owed.append((message, to))
+
+    def called_off(self, rid: int, to: str) -> None:
+        """An event loop's connection has told the server that a call is off; others have not."""
+        if to:
+            self.said(m.Cancel(rid), to)
+        else:
+            self.owe_cancel(rid, to)
 
     def owe_cancel(self, rid: int, to: str) -> None:
         cancel = m.Cancel(rid)
@@ -68,22 +83,25 @@ class OneWay:
         """Say what is owed; `say` owes again what it cannot. What an interrupt keeps from being said stays owed."""
         with self._paying:
             self.settle()
-            for _ in range(len(self.owed)):
-                try:
-                    one = self.owed[0]
-                except IndexError:  # another thread has said it
-                    return
-                say(*one)
-                self._paid(one)
+            for one in list(self.owed):
+                if one in self.owed:  # else another thread has said it
+                    say(*one)
+                    self._paid(one)
 
-    def pay_one(self, to: str, say: Callable[[m.Message], None]) -> None:
-        """As `pay`, what this server is owed."""
+    def pay_one(self, to: str, say: Callable[[m.Message], None]) -> list[Owed]:
+        """As `pay`, what this server is owed, which is returned."""
         self.settle()
-        for one in [one for one in list(self.owed) if one[1] == to]:
+        found = [one for one in list(self.owed) if one[1] == to]
+        for one in found:
             say(one[0])
             self._paid(one)
+        return found
 
     def _paid(self, one: Owed) -> None:
+        if not _is_kept(one):
+            self._forget(one)
+
+    def _forget(self, one: Owed) -> None:
         with contextlib.suppress(ValueError):  # another thread has said it too
             self.owed.remove(one)
 
@@ -100,3 +118,9 @@ class OneWay:
                         self.owe_cancel(call.request.rid, call.to)
                 if self.given_up and self.given_up[0] is given:
                     self.given_up.popleft()
+
+
+def _is_kept(one: Owed) -> bool:
+    """Whether it is owed until a call that came after it was answered. Not to other hosts: a server that is gone would
+    be tried again and again."""
+    return isinstance(one[0], m.Cancel) and not one[1]

@@ -315,8 +315,8 @@ class Session:
             self._waiting[effect.request.rid] = connection
         try:
             self._check_open()  # `close` does not see who is not waiting yet
-            if self._one_way.owed:  # first of all: what the call waits for may be given back by it
-                self._one_way.pay_one(effect.to, connection.notify)
+            # First of all: what the call waits for may be given back by it.
+            told = self._one_way.pay_one(effect.to, connection.notify) if self._one_way.owed else ()
             found = connection.call(effect.request, effect.payload, timeout_s, effect.into)
         except BaseException as error:
             # Unless nothing was sent, the answer may still come: nobody else must take it for theirs.
@@ -327,9 +327,10 @@ class Session:
                 self._one_way.owe_cancel(effect.request.rid, effect.to)
             raise
         was_interrupted = effect.wait_s and self._waiting.pop(effect.request.rid, None) is None  # just too late
-        self._give_back(connection, effect.to, not was_interrupted)
+        if effect.to or was_interrupted or not self._hold.stands_in(connection):
+            self._give_back(connection, effect.to, not was_interrupted)
         if self._one_way.owed or self._one_way.missed or self.given_up:
-            self._one_way.heard_from(effect.to)
+            self._one_way.heard_from(effect.to, told)
             self._one_way.pay(self._notify)
         return found
 
@@ -416,7 +417,7 @@ class Session:
         try:
             return await self._call_async(effect)
         except (asyncio.CancelledError, DeadlineExceeded):
-            self._one_way.said(m.Cancel(effect.request.rid), effect.to)  # the connection has told it
+            self._one_way.called_off(effect.request.rid, effect.to)
             raise
         finally:
             self._note_change(effect)
@@ -428,11 +429,10 @@ class Session:
         while True:
             try:
                 connection = await self._connection(timeout_s, effect.to)
-                if self._one_way.owed:
-                    self._one_way.pay_one(effect.to, connection.notify)
+                told = self._one_way.pay_one(effect.to, connection.notify) if self._one_way.owed else ()
                 found = await connection.call(effect.request, effect.payload, timeout_s, effect.into)
                 if self._one_way.owed or self._one_way.missed or self.given_up:
-                    self._one_way.heard_from(effect.to)
+                    self._one_way.heard_from(effect.to, told)
                     self._one_way.pay_one(effect.to, connection.notify)
                 break
             except ServiceUnavailable as error:
@@ -444,6 +444,8 @@ class Session:
             if pause_s:
                 await asyncio.sleep(pause_s)
             timeout_s = left_s(effect, deadline - time.monotonic())
+        if self._hold.is_needed and not self._hold.is_open:  # the service stood still when one was to be opened
+            await self.hold_async()
         return self._checked(found)
 
     def confirmation(self, rid: int) -> m.Received:

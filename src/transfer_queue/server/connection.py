@@ -89,7 +89,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         )
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
-        self._tickets: set[Hashable] = set()
+        self._tickets: set[tuple[ServerConnection, int]] = set()
         self._incoming: Iterator[tuple[m.Message, memoryview]] = iter(())
         self._bulk: BulkWriter | None = None  # for peers on other hosts
         self._gathers = False  # answers leave together, with one call of the system: each may wake the peer
@@ -210,10 +210,12 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._reader.forget()  # no cycle is left, so that the memory comes back at once
         self._server.service.unit.forget(self._reception.nonce)
         if self._session is not None:
+            for _, rid in self._tickets:
+                self._end_other(rid, self._session)
             ended = error is None or isinstance(error, ConnectionError)  # else its host may be cut off
             now = self._server.now()
             self._server.service.members.left(self, now, ended)
-            self._server.service.detach(self._session, self._tickets, now)
+            self._server.service.detach(self._session, set(self._tickets), now)
             self._server.deliver()
 
     def _hear_the_last(self, session: ServerSession) -> None:
@@ -317,7 +319,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._life is not self._server.service.life:  # this unit came to serve another life meanwhile
             self._send(m.Failed(message.rid, ServiceRestarted.code, handshake.ANOTHER_SERVICE))
             return
-        if session.is_called_off(message.rid, self._number):
+        if type(message) not in m.ENDING and session.is_called_off(message.rid, self._number):
             self._send(m.Failed(message.rid, Aborted.code, "this request was called off before it was read"))
             return
         for name in m.PLAIN.get(type(message), ()):
@@ -332,8 +334,18 @@ class ServerConnection(asyncio.BufferedProtocol):
         if answer is None:
             self._tickets.add(ticket)
         else:
+            if session.overtaken:
+                self._end_other(message.rid, session)
             answer = (answer, ()) if isinstance(answer, m.Failed) else answer
             self._answer_when_kept(answer, type(message) in LASTING and (type(message) is not m.Find or message.create))
+
+    def _end_other(self, rid: int, session: ServerSession) -> None:
+        """A request ends that was asked over two connections. That which was read last counts, and its asker may have
+        lost it before, and listen to the other one: it asks again where that is lost, too, and hears what came of it.
+        """
+        other = session.overtaken.pop(rid, None)
+        if isinstance(other, tuple) and isinstance(other[0], ServerConnection) and other[0] is not self:
+            other[0].abort()
 
     def _handled(
         self, message: m.Request, payload: memoryview, session: ServerSession, ticket: Hashable
@@ -385,6 +397,8 @@ class ServerConnection(asyncio.BufferedProtocol):
             return
         self._tickets.discard(ticket)
         assert self._session is not None
+        if self._session.overtaken:
+            self._end_other(answer[0].rid, self._session)
         self._server.service.close_request(self._session, answer)  # over a lost connection it is asked for again
         if not self._transport.is_closing():
             self._gathers = True

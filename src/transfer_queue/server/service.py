@@ -142,6 +142,7 @@ class Service:
         self._forget({ticket for session in self.sessions.by_ident.values() for ticket in session.parked.values()})
         for session in self.sessions.by_ident.values():
             session.parked.clear()
+            session.overtaken.clear()
             session.connections = 0
         self._kept_first.clear()
         self._late.forget_all()
@@ -254,6 +255,7 @@ class Service:
             return known
         if message.rid in session.parked:  # asked again over another connection
             self.controller.expire(now)
+            session.overtaken[message.rid] = session.parked[message.rid]
             crossing = self._crossing(session.parked[message.rid], now)
             if crossing is not None:
                 self.close_request(session, crossing)

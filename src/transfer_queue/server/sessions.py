@@ -36,6 +36,7 @@ class ServerSession:
         self._replies_nbytes = 0
         self._heavy: OrderedDict[int, None] = OrderedDict()  # of the replies
         self.parked: dict[int, Hashable] = {}  # ticket of each parked request
+        self.overtaken: dict[int, Hashable] = {}  # the ticket before, of requests that were asked again while parked
         self._called_off: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by request: over which, newest then
 
     def remember(self, answer: Answer) -> None:
@@ -65,7 +66,8 @@ class ServerSession:
 
     def call_off(self, rid: int, over: int) -> None:
         """The request was cancelled over connection number `over`: another one that is open now may still bring it,
-        for nothing says which of two connections is read first. A newer one asks again on purpose."""
+        for nothing says which of two connections is read first. A newer one asks again on purpose. One of
+        `messages.ENDING` is carried out all the same."""
         self._called_off[rid] = (over, self.opened)
         if len(self._called_off) > REMEMBERED_CANCELS:
             self._called_off.popitem(last=False)

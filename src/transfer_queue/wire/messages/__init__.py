@@ -313,6 +313,10 @@ MUTATING = frozenset((
     OpenPartition, FinishPartition, PrioritizeGroups, RemovePool, MarkPool, ResumePool,
 ))  # fmt: skip
 
+# What they end has a number that nothing else gets, and who called one off does not go on with it: they are carried out
+# all the same. Else a lock, or rows of a lease that somebody renews, would stay taken.
+ENDING = frozenset((Ack, Release, Nack, Unlock, AckGroups, ReleaseGroups))
+
 # They change nothing, so no standby hears of them, and what they are asked at is no time of an event.
 READS = frozenset((
     Get, Scan, ListTags, NameRows, ListKeys, Consumption, Production, ListPartitions, GetPartition, DescribePartition,
