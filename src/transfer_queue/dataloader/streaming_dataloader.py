@@ -285,7 +285,7 @@ class _Deliveries(Iterator[Any]):
         self._in_hand, self._is_asked = None, False
 
     def close(self) -> None:
-        """End: the holder goes first, so that workers that wait for rows do so no longer.
+        """End: the holder goes before the workers, so that those that wait for rows do so no longer.
 
         Where a signal handler raised in the midst of it, the next call does all of it again. In a forked child it is
         the parent's, and goes on.
@@ -299,10 +299,12 @@ class _Deliveries(Iterator[Any]):
             with contextlib.suppress(TransferQueueError):
                 self.confirm_pending(LEAVE_S)
         self._in_hand = None  # it is offered again, or was acknowledged
-        self._holder.close()
         if self._told:
-            self._links.turn.begin(0)
-        else:
+            self._links.turn.begin(
+                0
+            )  # before the holder ends: a worker takes that for the end only where this was said
+        self._holder.close()
+        if not self._told:
             self._links.let_go()
         self._batches = None
         self._ended = True

@@ -83,6 +83,10 @@ class Turn:
         self._wake[self._worker(plan, batch_index)].acquire(timeout=WAIT_S)
         return False
 
+    def is_over(self, plan: LoaderPlan) -> bool:
+        """The parent began another round, or wants no more batches."""
+        return bool(self._current[0] != plan.round)
+
     def pass_on(self, plan: LoaderPlan, batch_index: int) -> None:
         """This batch was fetched, or there is none."""
         self._passed[self._worker(plan, batch_index)] = _word(plan.round, batch_index)
@@ -146,7 +150,8 @@ class Links:
 
 
 class WorkerFeed:
-    """A worker's share of the batches. The parent's holder keeps their leases; when it ends, so does the feed."""
+    """A worker's share of the batches. The parent's holder keeps their leases. The feed ends with the round; where the
+    holder ended within it, `get` raises `LeaseExpired`."""
 
     def __init__(self, client: TransferQueueClient, terms: Terms, plan: LoaderPlan, turn: Turn) -> None:
         self._client = client
@@ -166,11 +171,13 @@ class WorkerFeed:
                 try:
                     found = take(self._client, self._terms, key, WAIT_S, waited_s=waited_s)
                     waited_s += WAIT_S
-                except LeaseExpired:
+                except BaseException as error:
+                    # The holder is gone: the parent left the iteration, or the service is another one than the
+                    # holder's, which a worker that has just been started cannot know. Only the first is an end.
+                    if not (isinstance(error, LeaseExpired) and self._turn.is_over(self._plan)):
+                        self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
+                        raise
                     found = END
-                except BaseException:
-                    self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
-                    raise
             if found is END:
                 self._turn.end(self._plan, key.batch_index)
             elif found is not None:
