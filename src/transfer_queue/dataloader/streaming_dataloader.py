@@ -299,10 +299,8 @@ class _Deliveries(Iterator[Any]):
             with contextlib.suppress(TransferQueueError):
                 self.confirm_pending(LEAVE_S)
         self._in_hand = None  # it is offered again, or was acknowledged
-        if self._told:
-            self._links.turn.begin(
-                0
-            )  # before the holder ends: a worker takes that for the end only where this was said
+        if self._told:  # before the holder ends: a worker takes that for the end only where the round is over
+            self._links.turn.begin(0)
         self._holder.close()
         if not self._told:
             self._links.let_go()

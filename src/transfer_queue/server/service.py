@@ -217,6 +217,7 @@ class Service:
         self.unit.drop(block)
 
     def _cancel(self, rid: int, session: ServerSession) -> None:
+        session.overtaken.pop(rid, None)
         ticket = session.parked.pop(rid, None)
         if ticket is not None:
             self._forget({ticket})
