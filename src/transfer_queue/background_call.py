@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401 its own hook is called after ours: who is waited for may use executors
 import contextlib
 import math
 import os
@@ -10,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import thread as pools  # its hook is called after ours: who is waited for may use executors
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -106,6 +107,21 @@ class BackgroundCall(Generic[T]):
             raise error
         finally:
             del error
+
+
+class Helpers(ThreadPoolExecutor):
+    """Threads, until the program's main thread has ended. From then on Python gives no pool any work, though the
+    program waits for its other threads, which may go on for long: what such a one submits it does itself."""
+
+    def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
+        try:
+            return super().submit(function, *args, **named)
+        except RuntimeError:
+            if self._shutdown or not pools._shutdown:  # it was shut down itself; or its thread cannot be started
+                raise
+        done: Future[T] = Future()
+        done.set_result(function(*args, **named))
+        return done
 
 
 class _Awaited(NamedTuple):

@@ -17,9 +17,10 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Any
 
+from transfer_queue.background_call import Helpers
 from transfer_queue.client import forks
 from transfer_queue.client.arenas import MappedArenas
 from transfer_queue.client.carried import CHANGING, Carrying
@@ -119,7 +120,7 @@ class Session:
         self.ident = ident
         self._pid = os.getpid()
         self._idle: dict[str, list[Connection]] = {"": []}  # by server
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers: Helpers | None = None
         self._lock = threading.Lock()
         self.listings = Listings()
         self.carrying = Carrying()
@@ -338,7 +339,7 @@ class Session:
         """Send and wait for several, at the same time where there are threads to do it."""
         with self._lock:
             if self._helpers is None and len(calls) > 1:
-                self._helpers = ThreadPoolExecutor(STREAMS - 1, thread_name_prefix="tq-stream")
+                self._helpers = Helpers(STREAMS - 1, thread_name_prefix="tq-stream")
         others = [self._helpers.submit(self.call, call) for call in calls[1:]] if self._helpers is not None else []
         try:
             first = [self.call(call) for call in calls[:1]]

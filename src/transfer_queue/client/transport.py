@@ -6,9 +6,9 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from transfer_queue.background_call import Helpers
 from transfer_queue.client.images import Image, Wanted
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.memory.pool import Pool
@@ -74,7 +74,7 @@ class TransportAccess:
             for endpoint in by_endpoint:
                 read(endpoint)
             return
-        with ThreadPoolExecutor(UNITS, thread_name_prefix="tq-transport") as readers:
+        with Helpers(UNITS, thread_name_prefix="tq-transport") as readers:
             list(readers.map(read, by_endpoint))
 
     @contextlib.contextmanager

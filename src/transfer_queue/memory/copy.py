@@ -9,11 +9,12 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import numpy as np
 
+from transfer_queue.background_call import Helpers
 from transfer_queue.memory.bytes import PAGE, Bytes, Ints, address_of
 from transfer_queue.memory.processors import usable_processors
 
@@ -32,10 +33,10 @@ class Mover:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._helpers = max(0, (num_threads or min(4, math.ceil(usable_processors()))) - 1)
-        self._pool: ThreadPoolExecutor | None = None
-        self._workers: ThreadPoolExecutor | None = None
+        self._pool: Helpers | None = None
+        self._workers: Helpers | None = None
         self._pid = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # once the main thread has ended, what `start` is given is done within it
 
     def move(self, moves: Sequence[Move], takes: Sequence[Take] = ()) -> None:
         """Carry out all moves and takes. The caller keeps both sides alive; large copies leave the interpreter."""
@@ -75,7 +76,7 @@ class Mover:
         with self._lock:
             self._leave_to_parent()
             if self._workers is None:
-                self._workers = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="tq-work")
+                self._workers = Helpers(max(1, self._helpers), thread_name_prefix="tq-work")
             return self._workers.submit(work)
 
     def close(self) -> None:
@@ -88,11 +89,11 @@ class Mover:
             if pool is not None:
                 pool.shutdown()
 
-    def _helper(self) -> ThreadPoolExecutor:
+    def _helper(self) -> Helpers:
         with self._lock:
             self._leave_to_parent()
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="tq-copy")
+                self._pool = Helpers(self._helpers, thread_name_prefix="tq-copy")
             return self._pool
 
     def _leave_to_parent(self) -> None:

@@ -8,11 +8,12 @@ few small messages: requests that run go on where they were.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import ConfigError, InvalidInput, NotSupported, ProtocolError, TransferQueueError
 from transfer_queue.integrations.sglang.payload import LOADER, WorkerCall, to_text
 from transfer_queue.weights.http.bodies import check_token
@@ -177,6 +178,7 @@ class SGLangClient:
         peer.call("POST", path, body, self._timeout_s)
 
     def _all(self, ask: Callable[[HttpPeer], T]) -> list[T]:
-        with ThreadPoolExecutor(len(self._peers), thread_name_prefix="tq-sglang-client") as threads:
-            calls = [threads.submit(ask, peer) for peer in self._peers]
-        return [call.result() for call in calls]
+        calls = [BackgroundCall("tq-sglang-client", ask, peer) for peer in self._peers]
+        for call in calls:  # all of them, before anything is raised: none goes on beside what follows
+            call.ended(math.inf)
+        return [call.outcome() for call in calls]

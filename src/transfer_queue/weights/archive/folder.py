@@ -22,13 +22,14 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 
-from transfer_queue.errors import DigestMismatch, VersionGone
+from transfer_queue.errors import DigestMismatch, TransferQueueError, VersionGone
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.weights.transport.deadline import Deadline
 from transfer_queue.weights.version.manifest import Manifest
 
 _MANIFEST = ".json"
+CLEAN_S = 60.0  # to delete what there is of a version that could not be written
 _FOLDER = re.compile(r"(\d{13,})-([\w.~%-]*)", re.ASCII)
 _FILE = re.compile(r"(\d{12,})-([a-z]+)-(\d+)-(\w+)(\.json|\.json\.part|\.\d{5,})", re.ASCII)
 
@@ -97,18 +98,24 @@ class Archive:
     def put(
         self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float
     ) -> ArchivedVersion:
-        """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`."""
+        """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`. Where it fails,
+        nothing of it stays, as far as it can be deleted."""
         deadline = Deadline(timeout_s)
         there = self.entries(timeout_s=deadline.left("listing"))
         entry = in_order(ArchivedVersion.of(manifest, begun), there)
         if entry in there:
             return entry
-        for index, bucket in buckets.items():
-            data = bucket.numpy().tobytes()
-            self._system.timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
         path = f"{self._root}/{entry.stem}{_MANIFEST}"
         whole = self._system.write_whole
-        self._system.timed("writing a manifest", deadline.left(), whole, path, manifest.encode(), path + ".part")
+        try:
+            for index, bucket in buckets.items():
+                data = bucket.numpy().tobytes()
+                self._system.timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
+            self._system.timed("writing a manifest", deadline.left(), whole, path, manifest.encode(), path + ".part")
+        except TransferQueueError:
+            with contextlib.suppress(TransferQueueError):  # otherwise a later full version deletes it
+                self._system.timed("deleting", CLEAN_S, self._clean, entry)
+            raise
         return entry
 
     def retain(self, keep: int, *, timeout_s: float) -> None:
@@ -137,6 +144,20 @@ class Archive:
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(path, data)
         self._system.sync(path)  # a manifest that outlasts a loss of power has its buckets
+
+    def _clean(self, entry: ArchivedVersion) -> None:
+        """What there is of a version that could not be written, and that nobody reads: it may have filled a disk, which
+        the next version, another archive and everybody else would find full."""
+        folder, name = f"{self._root}/{entry.folder}", entry.stem.rpartition("/")[2]
+        names = self._system.names(folder)
+        if name + _MANIFEST in names:  # it is there, if only just
+            return
+        mine = [one for one in names if one.startswith(f"{name}.")]
+        for one in mine:
+            self._files.rm_file(f"{folder}/{one}")
+        if len(mine) == len(names):
+            with contextlib.suppress(OSError):  # as below
+                self._files.rmdir(folder)
 
     def _retain(self, keep: int) -> None:
         full = [one for one in self._entries() if one.kind == "full"]

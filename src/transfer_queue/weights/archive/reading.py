@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from transfer_queue.background_call import Helpers
 from transfer_queue.errors import StaleBase, TransferQueueError, VersionGone, kept
 from transfer_queue.weights.archive.folder import Archive, ArchivedVersion, missing_version, path_to_newest
 from transfer_queue.weights.receive.staging import Staging
@@ -134,7 +134,7 @@ class ArchiveSource:
             staging.stage(index, data, lend=False, vouched=False)
             self.num_fetched_nbytes += data.nbytes
 
-        with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="tq-archive") as helpers:
+        with Helpers(NUM_STREAMS, "tq-archive") as helpers:
             list(helpers.map(fetch, staging.missing))
         return staging
 

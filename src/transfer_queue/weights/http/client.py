@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+from transfer_queue.background_call import BackgroundCall
 from transfer_queue.errors import (
     AccessDenied,
     ConfigError,
@@ -350,13 +350,12 @@ class WeightSyncClient(Partial):
             except TransferQueueError as error:
                 failed[peer.url] = kept(error)
                 raise
-        with ThreadPoolExecutor(max(len(asked), 1), thread_name_prefix="tq-weights-client") as threads:
-            calls = {peer.url: threads.submit(ask, peer) for peer in asked}
-            for url, call in calls.items():
-                try:
-                    found[url] = call.result()
-                except TransferQueueError as error:
-                    failed[url] = kept(error)
+        for url, call in {peer.url: BackgroundCall("tq-weights-client", ask, peer) for peer in asked}.items():
+            call.ended(math.inf)
+            try:
+                found[url] = call.outcome()
+            except TransferQueueError as error:
+                failed[url] = kept(error)
         if failed:
             said = "; ".join(f"{url}: {error}" for url, error in failed.items())
             raise type(foremost(failed.values()))(f"{len(failed)} of {len(asked)} servers: {said}")

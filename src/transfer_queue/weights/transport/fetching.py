@@ -72,8 +72,7 @@ class TrainerLink:
         for last in (False, True):
             fresh = self._peer is None
             try:
-                self._peer = self._peer or p.Peer(self.address, deadline.left())
-                return self._peer.ask(message, deadline.left(), at_most(limit), body)
+                return self._linked(self.address, deadline).ask(message, deadline.left(), at_most(limit), body)
             except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
                 self.close()
                 if fresh or last or not isinstance(error, ServiceUnavailable):
@@ -84,6 +83,19 @@ class TrainerLink:
                 self.close()
                 raise
         raise AssertionError
+
+    def _linked(self, address: Address, deadline: Deadline) -> Peer:
+        if self._peer is None:
+            try:
+                return p.Peer(address, deadline.left(), self._begin)
+            except BaseException:  # also what the trainer answers: it is no connection
+                self.close()
+                raise
+        return self._peer
+
+    def _begin(self, peer: Peer) -> None:
+        """`interrupt` finds it from now on."""
+        self._peer = peer
 
     def manifest(self, key: str, deadline: Deadline) -> Manifest:
         return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
@@ -240,11 +252,23 @@ class Transfers:
             self._changed.notify_all()
 
     def _met(self, address: Address, timeout_s: float = math.inf) -> Peer:
-        peer = Peer(address, min(self._stall_s, self._deadline.left(), timeout_s))
-        with self._changed:
-            self._peers.append(peer)
-            if self.stopped is not None:
-                peer.interrupt()
+        begun: list[Peer] = []
+
+        def begin(peer: Peer) -> None:
+            with self._changed:
+                begun.append(peer)
+                if peer not in self._peers:
+                    self._peers.append(peer)
+                if self.stopped is not None:
+                    peer.interrupt()
+
+        try:
+            peer = Peer(address, min(self._stall_s, self._deadline.left(), timeout_s), begin)
+        except BaseException:
+            with self._changed:
+                self._peers = [one for one in self._peers if one not in begun]
+            raise
+        begin(peer)
         return peer
 
     def _leave(self, peer: Peer | None) -> None:

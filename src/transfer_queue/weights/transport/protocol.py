@@ -134,13 +134,16 @@ def stream_over(sock: socket.socket, decode: Callable[[memoryview], m.Message], 
 
 
 class Peer:
-    """A connection to a server of weights, after the handshake."""
+    """A connection to a server of weights, after the handshake. `begun` is given it before that: a server that hangs
+    keeps the caller in there until another thread interrupts it."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: Address, timeout_s: float, begun: Callable[[Peer], object] | None = None) -> None:
         self.address = address
         sock = dial(address, timeout_s, f"server of weights at {_shown(address)}")
         try:
             self.stream = stream_over(sock, decode_server, f"the server of weights at {_shown(address)}")
+            if begun is not None:
+                begun(self)
             handshake.carry_out(
                 handshake.greeting(address, PROTOCOL), lambda message: self._exchange(message, timeout_s)
             )

@@ -6,11 +6,12 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from transfer_queue.background_call import Helpers
 from transfer_queue.memory.processors import usable_processors
 
 NUM_THREADS = min(8, math.ceil(usable_processors()))
@@ -25,10 +26,10 @@ def helpers_for(nbytes: int, name: str) -> Executor:
     return Alone() if nbytes <= ALONE_NBYTES else helpers_called(name)
 
 
-def helpers_called(name: str) -> ThreadPoolExecutor:
+def helpers_called(name: str) -> Executor:
     """Threads in which tensors may be changed that may be in this one: in inference mode, if this one is."""
     enter = (_enter_inference_mode,) if torch.is_inference_mode_enabled() else ()
-    return ThreadPoolExecutor(NUM_THREADS, name, *enter)
+    return Helpers(NUM_THREADS, name, *enter)
 
 
 def _enter_inference_mode() -> None:
