@@ -261,7 +261,7 @@ class Controller:
     @property
     def unfinished(self) -> bool:
         """Whether `tidy` has something to do."""
-        return bool(self.state.cleared_partitions or self.restoring)
+        return bool(self.state.cleared_partitions or self.restoring.loads)
 
     def tidy(self) -> None:
         """Do a step of loading a checkpoint, and a slice of what cleared partitions left."""
@@ -275,7 +275,7 @@ class Controller:
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._lots)) + len(self.restoring)
+        return sum(map(len, self._lots)) + len(self.restoring.loads)
 
     def statistics(self) -> dict[str, Any]:
         return {

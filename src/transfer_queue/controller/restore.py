@@ -70,10 +70,7 @@ class StateLoader:
         """`loaded` is called when the state was replaced."""
         self._state = state
         self._loaded = loaded
-        self._loads: deque[Load] = deque()
-
-    def __len__(self) -> int:
-        return len(self._loads)
+        self.loads: deque[Load] = deque()  # most of the time there are none
 
     def start(self, message: m.Restore, ticket: Hashable) -> m.Reply | None:
         """The answer, or None when it will appear in the outbox. Raises as `_load`."""
@@ -81,8 +78,8 @@ class StateLoader:
         draft = NewState(self._state)
         blocks = [one.block for one in message.blocks]
         load = Load(ticket, message.rid, blocks, _load(draft, payload, message.blocks))
-        if self._loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
-            self._loads.append(load)
+        if self.loads or len(payload) > SMALL_NBYTES or len(message.blocks) > PIECE:
+            self.loads.append(load)
             return None
         for _ in load.steps:
             pass
@@ -105,12 +102,12 @@ class StateLoader:
 
     def step(self) -> None:
         """One step of the first load, if there is one."""
-        if not self._loads:
+        if not self.loads:
             return
-        load = self._loads[0]
+        load = self.loads[0]
         reply = answered(load.rid, "Restore", partial(self._advance, load))
         if reply is not None:
-            self._loads.popleft()
+            self.loads.popleft()
             self._state.outbox.append((load.ticket, reply))
 
     def _advance(self, load: Load) -> m.Reply | None:
@@ -123,8 +120,8 @@ class StateLoader:
 
     def forget(self, tickets: set[Hashable]) -> None:
         """The askers are gone: their loads change nothing."""
-        for load in [one for one in self._loads if one.ticket in tickets]:
-            self._loads.remove(load)
+        for load in [one for one in self.loads if one.ticket in tickets]:
+            self.loads.remove(load)
             load.steps.close()
 
     def lose(self, unit: int) -> None:
@@ -136,7 +133,7 @@ class StateLoader:
         self._fail(blocks.__contains__, "its storage unit began anew")
 
     def _fail(self, is_gone: Callable[[int], bool], why: str) -> None:
-        for load in [one for one in self._loads if any(map(is_gone, one.blocks))]:
+        for load in [one for one in self.loads if any(map(is_gone, one.blocks))]:
             self.forget({load.ticket})
             text = f"{why} while a checkpoint was loaded into it"
             self._state.outbox.append((load.ticket, m.Failed(load.rid, DataLost.code, text)))

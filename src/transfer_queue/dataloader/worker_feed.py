@@ -171,13 +171,16 @@ class WorkerFeed:
                 try:
                     found = take(self._client, self._terms, key, WAIT_S, waited_s=waited_s)
                     waited_s += WAIT_S
-                except BaseException as error:
+                except LeaseExpired:
                     # The holder is gone: the parent left the iteration, or the service is another one than the
                     # holder's, which a worker that has just been started cannot know. Only the first is an end.
-                    if not (isinstance(error, LeaseExpired) and self._turn.is_over(self._plan)):
-                        self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
+                    if not self._turn.is_over(self._plan):
+                        self._turn.pass_on(self._plan, key.batch_index)
                         raise
                     found = END
+                except BaseException:
+                    self._turn.pass_on(self._plan, key.batch_index)  # who waits for it finds out as well
+                    raise
             if found is END:
                 self._turn.end(self._plan, key.batch_index)
             elif found is not None:

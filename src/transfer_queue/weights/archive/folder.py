@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 import torch
 
-from transfer_queue.errors import DigestMismatch, TransferQueueError, VersionGone
+from transfer_queue.errors import DigestMismatch, ServiceUnavailable, StoreFull, TransferQueueError, VersionGone
 from transfer_queue.memory.bytes import Bytes
 from transfer_queue.saved.filesystem import FileSystem
 from transfer_queue.weights.transport.deadline import Deadline
@@ -98,8 +98,8 @@ class Archive:
     def put(
         self, manifest: Manifest, buckets: Mapping[int, torch.Tensor], begun: float, *, timeout_s: float
     ) -> ArchivedVersion:
-        """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`. Where it fails,
-        nothing of it stays, as far as it can be deleted."""
+        """Write a version of the run that `begun` then; one that is there already stays. `StoreFull`. Where the
+        place takes no more of it nothing of it stays, as far as it can be deleted."""
         deadline = Deadline(timeout_s)
         there = self.entries(timeout_s=deadline.left("listing"))
         entry = in_order(ArchivedVersion.of(manifest, begun), there)
@@ -112,7 +112,7 @@ class Archive:
                 data = bucket.numpy().tobytes()
                 self._system.timed("writing a bucket", deadline.left(), self._write, f"{entry.stem}.{index:05}", data)
             self._system.timed("writing a manifest", deadline.left(), whole, path, manifest.encode(), path + ".part")
-        except TransferQueueError:
+        except (StoreFull, ServiceUnavailable):  # one that is late may have a successor, which writes the same by now
             with contextlib.suppress(TransferQueueError):  # otherwise a later full version deletes it
                 self._system.timed("deleting", CLEAN_S, self._clean, entry)
             raise
