@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Child
 
-from transfer_queue.errors import ConfigError, NotOpen
+from transfer_queue.errors import ConfigError, NotInitialized, NotOpen
 from transfer_queue.integrations.nemo_rl.refit_transport import NemoRefitTransport
 from transfer_queue.weights.version.digest import digest_tensor
 
@@ -75,6 +75,8 @@ def test_generation_workers_receive_what_the_first_policy_rank_sends_in_every_re
 
 def test_a_refit_that_was_not_prepared_is_refused() -> None:
     engine = NemoRefitTransport(bucket_size=1 << 20)
+    with pytest.raises(NotInitialized, match="init_policy_process_group"):
+        asyncio.run(engine.send_weights(iter([])))
     engine.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[])
     with pytest.raises(NotOpen, match="prepare"):
         asyncio.run(engine.send_weights(iter([])))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -14,7 +16,9 @@ from conftest import freeze, until
 from streams import put, used
 
 import transfer_queue as tq
-from transfer_queue.dataloader import streams, worker_feed
+from transfer_queue.dataloader import lease_owner, streams, worker_feed
+from transfer_queue.errors import DeadlineExceeded
+from transfer_queue.wire import messages as m
 
 Client = tq.TransferQueueClient
 
@@ -115,3 +119,39 @@ def test_an_async_loop_that_is_cancelled_while_the_service_stands_still_has_ackn
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: used(client) == 1, "its acknowledgement")
+
+
+@pytest.mark.parametrize("kind", ["loop", "async"])
+def test_a_loop_that_ran_out_of_time_while_the_service_stands_still_has_acknowledged(
+    service: Callable[..., Client], kind: str
+) -> None:
+    """Its acknowledgement was sent and not answered. What ends its leases comes over another connection, which the
+    service reads first."""
+    client = service(client={"timeout_s": 0.5})
+    put(client, 4)
+    pid = client.stats()["pid"]
+    terms: dict[str, Any] = {"task": "t", "batch_size": 4, "micro_batch_size": 1}
+
+    def stand_still() -> None:
+        freeze(pid)
+        (holder,) = lease_owner._HOLDERS
+        holder._line.connection.notify(m.Received([]))
+
+    async def asynchronous() -> None:
+        async for _ in tq.async_stream("p", ["x"], **terms):
+            stand_still()
+
+    def loop() -> None:
+        stream = iter(tq.stream("p", ["x"], **terms))
+        next(stream)
+        stand_still()
+        next(stream), next(stream)
+
+    try:
+        with pytest.raises(DeadlineExceeded):
+            asyncio.run(asynchronous()) if kind == "async" else loop()
+        gc.collect()  # what the loop had: its leases end
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: bool(client.stats()), "an answer")
+    until(lambda: used(client) == 1, "its acknowledgement", 10)

@@ -150,12 +150,14 @@ class Acks:
 
     def confirm_pending(self, within_s: float | None = None) -> None:
         """Wait for the answer to the last one, for `within_s` at most (None: as any call). Raises `LeaseExpired` when
-        its rows went to somebody else."""
+        its rows went to somebody else, and `DeadlineExceeded`, after which it may be called again."""
         ack = self.begun
         if ack is None:
             return
         try:
             reply = self._outcome(ack, within_s)
+        except DeadlineExceeded:
+            raise
         except TransferQueueError:
             self.begun = None
             raise

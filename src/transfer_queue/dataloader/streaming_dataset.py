@@ -271,15 +271,16 @@ class StreamingDataset(IterableDataset[Any]):
 
     def _stream(self, work: Work) -> Generator[Any, None, None]:
         feed = work.feed = self._open(work)
+        is_cut_off = False
         try:
             while (found := self._next(work, feed)) is not None:
                 yield found[0]
                 work.check_mine()
         except ServiceError:
-            work.holder = None  # it may be gone, with what it held
+            is_cut_off = True  # the holder may be gone, with what it held
             raise
         finally:
-            work.leave(feed)
+            work.leave(feed, ends_leases=is_cut_off)
 
     def _open(self, work: Work) -> Feed | Calling:
         if self.fetch_batch_fn is not default_fetch_batch_fn:

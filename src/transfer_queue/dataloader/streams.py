@@ -25,7 +25,7 @@ from transfer_queue.dataloader.feed import END, Batch, End, Key, Terms, taking
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner, client_for, renewal_s
 from transfer_queue.dataloader.streaming_dataloader import StreamingDataLoader
 from transfer_queue.dataloader.streaming_dataset import LEASE_S, StreamingDataset
-from transfer_queue.errors import InvalidInput, TransferQueueError
+from transfer_queue.errors import DeadlineExceeded, InvalidInput, TransferQueueError
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.sampler.base import whole_number
 from transfer_queue.wire.messages import Lent
@@ -361,10 +361,11 @@ async def _use(dataset: StreamingDataset, client: TransferQueueClient, holder: L
         await asyncio.wait([acking], timeout=LEAVE_S)
         raise
     finally:
-        if not acking.done():
+        error = acking.exception() if acking.done() and not acking.cancelled() else None
+        if not acking.done() or isinstance(error, DeadlineExceeded):  # the service may still read it
             acking.cancel()
             holder.leave_after(receipt.ack(client.session))
-        elif not acking.cancelled() and acking.exception() is None:
+        elif error is None and not acking.cancelled():
             dataset.note_used(receipt, acking.result())
 
 

@@ -64,8 +64,9 @@ class Work:
             finally:
                 acks.close()
 
-    def leave(self, feed: Feed | Calling) -> None:
-        """The loop over `feed` ends: its last rows are offered again.
+    def leave(self, feed: Feed | Calling, *, ends_leases: bool) -> None:
+        """The loop over `feed` ends: its last rows are offered again. With `ends_leases` all that is leased is, and a
+        next loop has another holder.
 
         Its thread renews nothing from the start on: all else waits for the service, where an interrupt may end it.
         """
@@ -79,6 +80,10 @@ class Work:
         except ServiceError:
             self.unanswered = None
         finally:
+            if self.holder is not None:
+                self.holder.leave_after(self.unanswered)
+            if ends_leases:
+                self.holder = None
             if self.is_mine:
                 feed.close()
             if self.feed is feed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from transfer_queue.errors import ConfigError
+from transfer_queue.errors import ConfigError, NotInitialized
 from transfer_queue.integrations.refit import Named, RefitEngine, read_along
 
 
@@ -29,7 +29,7 @@ class NemoRefitTransport(RefitEngine):
         super().__init__(bucket_size, **more)
         if not release_after_refit:
             raise ConfigError("release_after_refit=False: an update begins with prepare, so it has to be true")
-        self._sends = False
+        self._sends: bool | None = None  # None: not told yet
 
     def prepare(self) -> dict[str, Any]:
         """Every worker offers, as none knows its rank yet; NeMo-RL gives all of it to all."""
@@ -39,7 +39,7 @@ class NemoRefitTransport(RefitEngine):
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
     ) -> None:
         self._num_workers, self._sends = rollout_world_size, worker_rank == 0
-        if not self._sends:
+        if worker_rank != 0:
             self.finalize()
 
     def init_rollout_process_group(
@@ -53,7 +53,10 @@ class NemoRefitTransport(RefitEngine):
         """Full tensors are sent."""
 
     async def send_weights(self, weights: Iterable[Named]) -> None:
-        """Bring the tensors to all generation workers, as `Sender.send`."""
+        """Bring the tensors to all generation workers, as `Sender.send`. `NotInitialized` before
+        `init_policy_process_group`."""
+        if self._sends is None:
+            raise NotInitialized("send_weights: call init_policy_process_group first, which says who sends")
         if self._sends:
             await self._send(weights, 0)
         else:
