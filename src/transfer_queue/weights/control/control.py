@@ -135,6 +135,9 @@ class Control:
         run_id, timeout_s = run_of(info), timeout_of(info, INIT_TIMEOUT_S)
         if self._engine is not None:
             self._receiver.introduce(run_id, timeout_s, begun_of(info))
+            make_way = getattr(self._engine, "make_way", None)
+            if make_way is not None:
+                make_way()
             if self._pauses is not None:
                 self._pauses.take_over(run_id)
         with self._turn(timeout_s) as engine, _caller_errors("init_info"):

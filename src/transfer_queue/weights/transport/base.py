@@ -16,7 +16,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -77,6 +77,7 @@ class Engine(ABC):
         self._busy = threading.Lock()
         self._is_introduced = False  # to a trainer
         self._introduction = 0  # the last one that was carried out (`Receiver.introduce`)
+        self._is_meeting = False  # a trainer, just now
         self._is_called_off = False  # by the trainer, since the last start
         self._is_displaced = False  # what it was to commit since then, by another version that was joined
         self._whole: Manifest | None = None  # what is installed, as a full version
@@ -99,6 +100,7 @@ class Engine(ABC):
         introduce = self.receiver.introduce
         if info is None or self._is_refused(lambda: numbers.append(introduce(info.run_id, info.timeout_s, info.begun))):
             return
+        self.make_way()
         if not self._busy.acquire(timeout=info.timeout_s):
             raise UpdateInProgress("an earlier call has not ended")
         try:
@@ -111,12 +113,18 @@ class Engine(ABC):
                 self._is_introduced = False
                 self._introduction = numbers[0]
                 self._report_to(info)
-                self._connect(info)
+                self._meet(info)
                 self._is_introduced = True
                 if self._records:
                     self._report(Deadline(info.timeout_s))
         finally:
             self._busy.release()
+
+    def make_way(self) -> None:
+        """Another trainer, or the same one anew, is with the receiver (`Receiver.introduce`): wake up the introduction
+        that goes on, whose trainer may hang. Never blocks."""
+        if self._is_meeting:
+            self._interrupt()
 
     def start_weight_update(self) -> None:
         """`NotInitialized` before a trainer was introduced: the trainer does that then, and starts again."""
@@ -152,7 +160,7 @@ class Engine(ABC):
                 raise error_from_code(before.code, before.text)
             if session is None:
                 raise self._not_open()
-            with session.interrupting(self._interrupt), activity("fetch_weights") as about:
+            with self._work(), session.interrupting(self._interrupt), activity("fetch_weights") as about:
                 self._receive(info, Deadline(info.timeout_s))
                 if session.manifest is not None:
                     describe(about, session.manifest)
@@ -233,8 +241,12 @@ class Engine(ABC):
         """The update is over: let go of what only it needed."""
         return
 
+    def _work(self) -> AbstractContextManager[None]:
+        """Within, an `_interrupt` ends all that is asked of the trainer."""
+        return nullcontext()
+
     def _interrupt(self) -> None:
-        """Another thread ended the update: wake up what waits for the trainer. Never blocks."""
+        """Another thread ended the update, or the introduction: wake up what waits for the trainer. Never blocks."""
         return
 
     # steps
@@ -254,6 +266,16 @@ class Engine(ABC):
             raise
         self._is_displaced |= expected not in ("", self.outcome.key)
         return self.receiver.installed()
+
+    def _meet(self, info: InitInfo) -> None:
+        with self._work():
+            self._is_meeting = True
+            try:
+                if self.receiver.num_introduced != self._introduction:  # so that nobody is missed by `make_way`
+                    raise Aborted("another introduction has come")
+                self._connect(info)
+            finally:
+                self._is_meeting = False
 
     def _report_to(self, info: InitInfo) -> None:
         if self._reports is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -61,6 +61,20 @@ class TrainerLink:
         self.address: Address | None = None
         self._peer: Peer | None = None
         self._lock = threading.RLock()
+        self._works = self._was_interrupted = False
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """For what belongs together: an `interrupt` also ends what is asked after it, until the block is left."""
+        self._was_interrupted, self._works = False, True
+        try:
+            yield
+        finally:
+            self._works = False
+
+    @property
+    def _is_over(self) -> bool:
+        return self._works and self._was_interrupted
 
     def ask(self, message: Any, deadline: Deadline, limit: int = 0, body: bytes | None = None) -> memoryview:
         with self._lock:
@@ -75,7 +89,7 @@ class TrainerLink:
                 return self._linked(self.address, deadline).ask(message, deadline.left(), at_most(limit), body)
             except (ServiceUnavailable, DeadlineExceeded, ProtocolError) as error:
                 self.close()
-                if fresh or last or not isinstance(error, ServiceUnavailable):
+                if fresh or last or self._is_over or not isinstance(error, ServiceUnavailable):
                     raise
             except TransferQueueError:  # the answer
                 raise
@@ -96,6 +110,17 @@ class TrainerLink:
     def _begin(self, peer: Peer) -> None:
         """`interrupt` finds it from now on."""
         self._peer = peer
+        if self._is_over:
+            peer.interrupt()
+
+    def meet(self, addresses: Sequence[Address], timeout_s: float) -> Peer:
+        """`met_first`, which `interrupt` ends. The connection is the caller's."""
+        with self._lock:
+            self.close()
+            try:
+                return met_first(addresses, timeout_s, self._begin)
+            finally:
+                self._peer = None
 
     def manifest(self, key: str, deadline: Deadline) -> Manifest:
         return Manifest.decode(bytes(self.ask(p.GetManifest(key), deadline, MAX_NBYTES)))
@@ -129,6 +154,7 @@ class TrainerLink:
 
     def interrupt(self) -> None:
         """Wake up who waits for the trainer. Never blocks."""
+        self._was_interrupted = True
         peer = self._peer
         if peer is not None:
             peer.interrupt()
@@ -146,16 +172,16 @@ class TrainerLink:
             self.address = None
 
 
-def met_first(addresses: Sequence[Address], timeout_s: float) -> Peer:
+def met_first(addresses: Sequence[Address], timeout_s: float, begun: Callable[[Peer], object] | None = None) -> Peer:
     """A connection to a server by the first of its addresses at which it is reached: each is tried shortly, then each
-    for its part of what time is left. Raises what was wrong with the first address."""
+    for its part of what time is left. `begun`: see `Peer`. Raises what was wrong with the first address."""
     due = Deadline(timeout_s)
     faults: list[TransferQueueError] = []
     for is_short in (True, False) if len(addresses) > 1 else (False,):
         for address in addresses:
             try:
                 left_s = due.left()
-                return Peer(address, min(REACH_S, left_s) if is_short else left_s / len(addresses))
+                return Peer(address, min(REACH_S, left_s) if is_short else left_s / len(addresses), begun)
             except TransferQueueError as error:
                 faults.append(error)
     raise faults[0]

@@ -15,7 +15,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -224,7 +224,7 @@ class ShmEngine(Engine):
         self._mappings.clear()
         self._control.close()
         self._control.address = p.address_of(info.address, info.token)
-        p.Peer(self._control.address, info.timeout_s).close()
+        self._control.meet([self._control.address], info.timeout_s).close()
 
     def _find(self, info: UpdateInfo, deadline: Deadline) -> Manifest:
         return self._control.manifest(info.key, deadline)
@@ -247,6 +247,9 @@ class ShmEngine(Engine):
 
     def _ended(self) -> None:
         self._mappings.clean()
+
+    def _work(self) -> AbstractContextManager[None]:
+        return self._control.work()
 
     def _interrupt(self) -> None:
         self._control.interrupt()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from transfer_queue.weights.transport.base import Engine
 from transfer_queue.weights.transport.clients import Client
 from transfer_queue.weights.transport.deadline import Deadline, checked_s
 from transfer_queue.weights.transport.faults import system_faults
-from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, met_first, newest_of
+from transfer_queue.weights.transport.fetching import STALL_S, Source, TrainerLink, fetch, newest_of
 from transfer_queue.weights.transport.group_meeting import GroupMeeting, MeetingPlace
 from transfer_queue.weights.transport.holder import Holder
 from transfer_queue.weights.transport.info import Info, InitInfo, Outcome, UpdateInfo, key_of, settings_of
@@ -372,7 +373,7 @@ class TcpEngine(Engine):
         where = [p.address_of(one, info.token) for one in (info.address, *info.addresses) if one]
         self._control.address = where[0] if where else None
         if where:
-            met = met_first(where, info.timeout_s)
+            met = self._control.meet(where, info.timeout_s)
             try:
                 self._control.address = met.address
                 self._sharing.open(met, info.token, info.peers)
@@ -421,6 +422,9 @@ class TcpEngine(Engine):
         if wanted:
             stage, session = self.receiver.stage, self.receiver.session
             fetch(manifest, wanted, sources * self._streams, stage, deadline, stall_s, session)
+
+    def _work(self) -> AbstractContextManager[None]:
+        return self._control.work()
 
     def _interrupt(self) -> None:
         self._control.interrupt()
