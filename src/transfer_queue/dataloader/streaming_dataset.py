@@ -484,19 +484,20 @@ class StreamingDataset(IterableDataset[Any]):
         """
         work, begun = self._own_work(), self._begun()
         if work is not None:
-            holder, work.holder = work.holder, None  # an interrupt of what follows leaves the leases to nobody
             work.items = work.in_hand = None
             running = work.running() if work.running is not None else None
-            if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
-                running.close()
-            elif running is not None and work.feed is not None:
-                work.feed.end()
-            if work.unanswered is None:
-                for _, meta in begun:
-                    give_back(work.client, meta)
-            if holder is not None:
-                holder.leave_after(work.unanswered)
-                holder.close()
+            try:
+                if running is not None and inspect.getgeneratorstate(running) != inspect.GEN_RUNNING:
+                    running.close()
+                elif running is not None and work.feed is not None:
+                    work.feed.end()
+                if not work.is_stalled:
+                    for _, meta in begun:
+                        give_back(work.client, meta)
+            finally:  # an interrupt leaves the leases to nobody
+                holder, work.holder = work.holder, None
+                if holder is not None:
+                    holder.close()
         self.buffer, self._first = [], self.batch_index
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from transfer_queue.dataloader.acks import Acks, Receipt
 from transfer_queue.dataloader.feed import Calling, Feed
 from transfer_queue.dataloader.lease_owner import LEAVE_S, LeaseOwner
 from transfer_queue.errors import DeadlineExceeded, InvalidInput, ServiceError
-from transfer_queue.wire import messages as m
 
 
 class Work:
@@ -33,7 +32,7 @@ class Work:
         self.items: Iterator[tuple[Any, Receipt]] | None = None
         self.in_hand: Receipt | None = None  # of the micro-batch the consumer works on, since `handed_at`
         self.handed_at = 0.0
-        self.unanswered: m.Ack | None = None  # of the loop that was left last
+        self.is_stalled = False  # the service did not answer as the last loop was left
         self._acks: Acks | None = None
 
     @property
@@ -55,13 +54,16 @@ class Work:
             self._acks.confirm_pending()
 
     def end_acks(self, within_s: float | None = None) -> None:
-        """Everything that was used is acknowledged. Raises `LeaseExpired` when it went to others."""
+        """Everything that was used is acknowledged; what was not answered in time, or until an interrupt, goes once
+        more before the leases end. Raises `LeaseExpired` when it went to others."""
         acks, self._acks = self._acks, None
         if acks is not None:
             try:
                 if self.is_mine:
                     acks.confirm_pending(within_s)
             finally:
+                if self.holder is not None:
+                    self.holder.leave_after(acks.begun)
                 acks.close()
 
     def leave(self, feed: Feed | Calling, *, ends_leases: bool) -> None:
@@ -71,17 +73,15 @@ class Work:
         Its thread renews nothing from the start on: all else waits for the service, where an interrupt may end it.
         """
         feed.stop()
-        self.unanswered = self._acks.begun if self._acks is not None else None
+        self.is_stalled = True
         try:
             self.end_acks(LEAVE_S)
-            self.unanswered = None
+            self.is_stalled = False
         except DeadlineExceeded:
             pass
         except ServiceError:
-            self.unanswered = None
+            self.is_stalled = False
         finally:
-            if self.holder is not None:
-                self.holder.leave_after(self.unanswered)
             if ends_leases:
                 self.holder = None
             if self.is_mine:
