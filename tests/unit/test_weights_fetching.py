@@ -33,12 +33,12 @@ def test_a_fetch_says_what_ended_it_and_not_what_its_end_did_to_other_connection
     class Meeting:
         """The first thread's connections give damage; the second thread's one is there when that has ended it all."""
 
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, _address: Address, _timeout_s: float, begun: Callable[[Any], None]) -> None:
             if next(meetings) < 2:
                 both.wait(20)
-            if threading.current_thread() is first_thread():
-                return
-            until(lambda: num_fetching() == 1, "the end of the first thread", 20)
+            if threading.current_thread() is not first_thread():
+                until(lambda: num_fetching() == 1, "the end of the first thread", 20)
+            begun(self)
 
         def ask(self, *_: Any) -> bytes:
             if threading.current_thread() is first_thread():
@@ -71,7 +71,8 @@ class Crowded:
     lock = threading.Lock()
     wait: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, _address: Address, _timeout_s: float, begun: Callable[[Any], None]) -> None:
+        begun(self)
         with self.lock:
             if Crowded.num_refused < self.num_before or self.inside:
                 Crowded.num_refused += 1
@@ -134,7 +135,8 @@ def test_a_bucket_that_nobody_else_has_may_come_slowly_as_long_as_something_come
     asked: list[tuple[float, float]] = []
 
     class Noting:
-        def __init__(self, *_: Any) -> None: ...
+        def __init__(self, _address: Address, _timeout_s: float, begun: Callable[[Any], None]) -> None:
+            begun(self)
 
         def ask(self, message: Any, timeout_s: float, into: Any, body: Any, stall_s: float) -> bytes:
             asked.append((timeout_s, stall_s))

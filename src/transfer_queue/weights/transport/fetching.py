@@ -283,19 +283,16 @@ class Transfers:
         def begin(peer: Peer) -> None:
             with self._changed:
                 begun.append(peer)
-                if peer not in self._peers:
-                    self._peers.append(peer)
+                self._peers.append(peer)
                 if self.stopped is not None:
                     peer.interrupt()
 
         try:
-            peer = Peer(address, min(self._stall_s, self._deadline.left(), timeout_s), begin)
+            return Peer(address, min(self._stall_s, self._deadline.left(), timeout_s), begin)
         except BaseException:
             with self._changed:
                 self._peers = [one for one in self._peers if one not in begun]
             raise
-        begin(peer)
-        return peer
 
     def _leave(self, peer: Peer | None) -> None:
         if peer is not None:
