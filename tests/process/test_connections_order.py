@@ -16,6 +16,7 @@ import torch
 from conftest import freeze, until
 
 import transfer_queue as tq
+from transfer_queue.client.one_way import REMEMBERED, OneWay
 from transfer_queue.errors import DeadlineExceeded
 from transfer_queue.wire import messages as m
 
@@ -129,3 +130,28 @@ def test_a_call_whose_connection_was_cut_is_answered_over_the_next_one(client: C
         until(lambda: client.stats()["waiting_requests"] == 1, "the wait", 10)
         client.put({"x": torch.arange(2)}, partition_id="p")
         assert len(found.result(10)) == 2
+
+
+def test_polling_by_short_timeouts_leaves_nothing_to_say(client: Client) -> None:
+    """No call is answered: what is off is said once, not with each call after it."""
+    client.set_partition("p")
+
+    async def poll() -> None:
+        for _ in range(20):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(client.async_get_meta(["x"], 2, "p", task_name="t", timeout_s=30), 0.01)
+
+    asyncio.run(poll())
+    assert list(client.session._one_way.owed) == []
+
+
+def test_of_many_calls_without_an_answer_the_last_are_called_off_again() -> None:
+    said: list[int] = []
+    one_way = OneWay()
+    for rid in range(2 * REMEMBERED):
+        one_way.owe_cancel(rid, "", unanswered=True)
+        one_way.pay(lambda message, to: None)
+    told = one_way.pay_one("", lambda message: said.append(message.rid))  # type: ignore[attr-defined]
+    assert said == list(range(REMEMBERED, 2 * REMEMBERED))
+    one_way.heard_from("", told)
+    assert list(one_way.owed) == []

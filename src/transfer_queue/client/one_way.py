@@ -25,9 +25,10 @@ class OneWay:
     To say it twice does no harm. One thing would: a forked child has several pins of one block under no request, so
     that a release which is said twice may end two of them. Those are not said again.
 
-    The server reads connections in any order, so that a cancellation over one may come after what is asked over another
-    one later, and before it the call that was cancelled. So it stays owed, and each call says it first, until one that
-    did was answered.
+    A server that stood still reads connections in any order, so that a cancellation over one may come after what is
+    asked over another one later, and before it the call that was cancelled. So that of a call without an answer stays
+    owed, and each call says it first, until one that did was answered. There are `REMEMBERED` of these at most: each
+    call would say more and more.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class OneWay:
         self.owed: deque[Owed] = deque()
         self.given_up: deque[GivenUp] = deque()  # appended to in one step, which no second interrupt can come before
         self._said: dict[str, deque[m.Message]] = {}
+        self._unanswered: deque[int] = deque(maxlen=REMEMBERED)  # numbers of calls that ran out of time
         self._paying, self._settling = threading.RLock(), threading.RLock()  # the first is held while messages are sent
 
     def said(self, message: m.Message, to: str) -> None:
@@ -54,7 +56,7 @@ class OneWay:
         """A server has answered, over a connection by which it was `told` this first (`pay_one`). Where it could not be
         told something, it can be now."""
         for one in told:
-            if _is_kept(one):
+            if self._is_kept(one):
                 self._forget(one)
         if to in self.missed:
             self.missed.discard(to)
@@ -67,16 +69,18 @@ class OneWay:
         elif not (isinstance(message, m.Cancel) and (message, to) in self.owed):
             self.owed.append((message, to))
 
-    def called_off(self, rid: int, to: str) -> None:
+    def called_off(self, rid: int, to: str, *, unanswered: bool) -> None:
         """An event loop's connection has told the server that a call is off; others have not."""
-        if to:
-            self.said(m.Cancel(rid), to)
+        if unanswered and not to:
+            self.owe_cancel(rid, to, unanswered=True)
         else:
-            self.owe_cancel(rid, to)
+            self.said(m.Cancel(rid), to)
 
-    def owe_cancel(self, rid: int, to: str) -> None:
+    def owe_cancel(self, rid: int, to: str, *, unanswered: bool) -> None:
         cancel = m.Cancel(rid)
         self.said(cancel, to)
+        if unanswered:
+            self._unanswered.append(rid)
         self.owed.append((cancel, to))
 
     def pay(self, say: Callable[[m.Message, str], None]) -> None:
@@ -98,8 +102,13 @@ class OneWay:
         return found
 
     def _paid(self, one: Owed) -> None:
-        if not _is_kept(one):
+        if not self._is_kept(one):
             self._forget(one)
+
+    def _is_kept(self, one: Owed) -> bool:
+        """Whether it is owed until a call that came after it was answered. Not to other hosts: a server that is gone
+        would be tried again and again."""
+        return isinstance(one[0], m.Cancel) and not one[1] and one[0].rid in self._unanswered
 
     def _forget(self, one: Owed) -> None:
         with contextlib.suppress(ValueError):  # another thread has said it too
@@ -115,12 +124,6 @@ class OneWay:
                     if unanswered and call.to:
                         self.said(m.Cancel(call.request.rid), call.to)
                     else:
-                        self.owe_cancel(call.request.rid, call.to)
+                        self.owe_cancel(call.request.rid, call.to, unanswered=unanswered)
                 if self.given_up and self.given_up[0] is given:
                     self.given_up.popleft()
-
-
-def _is_kept(one: Owed) -> bool:
-    """Whether it is owed until a call that came after it was answered. Not to other hosts: a server that is gone would
-    be tried again and again."""
-    return isinstance(one[0], m.Cancel) and not one[1]

@@ -325,7 +325,7 @@ class Session:
             if effect.wait_s and self._waiting.pop(effect.request.rid, None) is None:
                 raise Interrupted from None
             if isinstance(error, DeadlineExceeded):
-                self._one_way.owe_cancel(effect.request.rid, effect.to)
+                self._one_way.owe_cancel(effect.request.rid, effect.to, unanswered=True)
             raise
         was_interrupted = effect.wait_s and self._waiting.pop(effect.request.rid, None) is None  # just too late
         if effect.to or was_interrupted or not self._hold.stands_in(connection):
@@ -417,8 +417,8 @@ class Session:
         """As `call`, on the running loop."""
         try:
             return await self._call_async(effect)
-        except (asyncio.CancelledError, DeadlineExceeded):
-            self._one_way.called_off(effect.request.rid, effect.to)
+        except (asyncio.CancelledError, DeadlineExceeded) as error:
+            self._one_way.called_off(effect.request.rid, effect.to, unanswered=isinstance(error, DeadlineExceeded))
             raise
         finally:
             self._note_change(effect)
