@@ -466,9 +466,12 @@ def test_the_server_is_small_and_loads_no_framework(client: tq.TransferQueueClie
 
 @pytest.mark.usefixtures("fresh_servers")
 def test_a_start_takes_less_than_a_second_of_work(service: Service) -> None:
-    service()
-    server = psutil.Process(tq.get_client().stats()["pid"])
-    assert server.cpu_times().user + server.cpu_times().system < 1
+    found: list[float] = []
+    while len(found) < 3 and min(found, default=1) >= 1:  # the same work takes longer beside others, never less
+        tq.close()
+        times = psutil.Process(service().stats()["pid"]).cpu_times()
+        found.append(times.user + times.system)
+    assert min(found) < 1, found
 
 
 @pytest.mark.parametrize(
