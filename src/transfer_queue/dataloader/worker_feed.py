@@ -74,7 +74,7 @@ class Turn:
 
     def is_mine(self, plan: LoaderPlan, batch_index: int) -> bool | None:
         """Whether to fetch this batch now; None when the round is over. Blocks for `WAIT_S` at most."""
-        if self._current[0] != plan.round or plan.round in self._ended[:]:
+        if self.is_over(plan) or plan.round in self._ended[:]:
             return None
         before = self._passed[self._worker(plan, batch_index - 1)]
         is_next = batch_index == plan.first or before == _word(plan.round, batch_index - 1)
@@ -95,7 +95,7 @@ class Turn:
     def has_handed_before(self, plan: LoaderPlan, batch_index: int) -> bool:
         """Whether no batch before this one is still to come to shared memory; or the round is over. Blocks for
         `WAIT_S` at most."""
-        if batch_index == plan.first or self._current[0] != plan.round:
+        if batch_index == plan.first or self.is_over(plan):
             return True
         before = self._worker(plan, batch_index - 1)
         if self._handed[before] >= _word(plan.round, batch_index - 1):
